@@ -1,0 +1,366 @@
+"""A checkpoint of any format: a mapping from fqn to tensors, cut into chunks, and objects. Knows no format.
+
+The chunks of all tensors live in one table of columns; a `Chunk` is made when somebody asks for it, so that a
+million of them cost what their numbers cost.
+"""
+
+from __future__ import annotations
+
+import difflib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, overload
+
+from dcptool import dtypes
+from dcptool.errors import DcptoolError, ItemError, LayoutError
+from dcptool.fill import fill, numpy_empty
+from dcptool.findings import Finding
+from dcptool.model import Chunk, Extent, Ints, Payload, Record
+from dcptool.regions import Box, first_gap, intersect, volume
+from dcptool.storage import Storage, join
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+class ChunkTable:
+    """Columns of all chunks of a checkpoint; rows are appended, never changed.
+
+    Attributes:
+        files: file names; `file` holds indexes into it, -1 where the metadata names no place.
+        bounds: for each row ndim offsets, then ndim sizes, in elements.
+        file, byte_offset, byte_length: the item of each row, in bytes.
+        transforms: distinct lists of stream transforms; `transform` holds indexes into it.
+    """
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self.transforms: list[tuple[str, ...]] = [()]
+        self.bounds = array("q")
+        self.file = array("i")
+        self.byte_offset = array("q")
+        self.byte_length = array("q")
+        self.transform = array("H")
+        self._file_index: dict[str, int] = {}
+
+    def add(self, offsets: Ints, sizes: Ints, item: Extent | None) -> None:
+        """Append one row."""
+        self.bounds.extend(offsets)
+        self.bounds.extend(sizes)
+        if item is None:
+            item = Extent("", 0, 0)
+            self.file.append(-1)
+        else:
+            index = self._file_index.get(item.file)
+            if index is None:
+                index = self._file_index[item.file] = len(self.files)
+                self.files.append(item.file)
+            self.file.append(index)
+        self.byte_offset.append(item.byte_offset)
+        self.byte_length.append(item.nbytes)
+        if item.transforms not in self.transforms:
+            self.transforms.append(item.transforms)
+        self.transform.append(self.transforms.index(item.transforms))
+
+    def item(self, row: int) -> Extent | None:
+        """Return the place of a row, None if it has none."""
+        index = self.file[row]
+        if index < 0:
+            return None
+        transforms = self.transforms[self.transform[row]]
+        return Extent(self.files[index], self.byte_offset[row], self.byte_length[row], transforms)
+
+    def mark(self) -> tuple[int, int]:
+        """Return the next row and the next index into `bounds`, to open a `Chunks` later."""
+        return len(self.file), len(self.bounds)
+
+    def chunks_since(self, mark: tuple[int, int], ndim: int) -> Chunks:
+        """Return the rows appended since a mark as the chunks of one tensor."""
+        return Chunks(self, mark[0], len(self.file) - mark[0], mark[1], ndim)
+
+
+class Chunks(Sequence[Chunk]):
+    """The chunks of one tensor, in the order of the metadata: a view of the table."""
+
+    __slots__ = ("_count", "_first_bound", "_first_row", "_ndim", "_table")
+
+    def __init__(self, table: ChunkTable, first_row: int, count: int, first_bound: int, ndim: int) -> None:
+        self._table, self._first_row, self._count = table, first_row, count
+        self._first_bound, self._ndim = first_bound, ndim
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Chunk]: ...
+    def __getitem__(self, index: int | slice) -> Chunk | Sequence[Chunk]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        if not -self._count <= index < self._count:
+            raise IndexError(index)
+        index %= self._count
+        return Chunk(*self.box(index), self._table.item(self._first_row + index))
+
+    def box(self, index: int) -> Box:
+        """Return (offsets, sizes) of one chunk, 0 ≤ index < len, in elements."""
+        start, ndim = self._first_bound + 2 * self._ndim * index, self._ndim
+        bounds = self._table.bounds
+        return tuple(bounds[start : start + ndim]), tuple(bounds[start + ndim : start + 2 * ndim])
+
+    def boxes(self) -> Iterator[Box]:
+        """Yield the boxes of all chunks without looking up their items."""
+        return map(self.box, range(self._count))
+
+    def files(self) -> list[str]:
+        """Return the names of the files that hold them, each once, in order of first use."""
+        rows = self._table.file[self._first_row : self._first_row + self._count]
+        return [self._table.files[index] for index in dict.fromkeys(rows) if index >= 0]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a checkpoint.
+
+    Attributes:
+        fqn: fully qualified name, the key in the flat state dict.
+        dtype: torch's name without prefix.
+        shape: of the whole tensor, in elements.
+        path: nested position the fqn was flattened from; None where the format does not record it.
+        chunks: the boxes it is stored as.
+        replicas: further stored copies of some of these boxes.
+    """
+
+    fqn: str
+    dtype: str
+    shape: Ints
+    path: tuple[str | int, ...] | None
+    chunks: Chunks
+    replicas: Sequence[Chunk] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor's values; 0 for a dtype this dcptool does not know."""
+        dtype = dtypes.BY_NAME.get(self.dtype)
+        return volume(self.shape) * dtype.itemsize if dtype else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectEntry:
+    """One entry of a checkpoint that is no tensor: fqn, nested path, and the item that holds its pickle."""
+
+    fqn: str
+    path: tuple[str | int, ...] | None
+    item: Extent | None
+
+
+Entry = TensorEntry | ObjectEntry
+
+
+class Source(Protocol):
+    """What a format's reader gives a checkpoint to get at its bytes."""
+
+    def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
+        """Find the payload of one chunk, stored as `item`, by reading the item's own small header."""
+
+    def value(self, entry: ObjectEntry) -> Any:
+        """Decode an object for display; see `pickles.plain`."""
+
+    def read_into(self, record: Record, byte_offset: int, out: memoryview) -> None:
+        """Fill `out` with a record's bytes from `byte_offset` (inside the record) on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint(Mapping[str, Entry]):
+    """What one checkpoint holds; opening it reads the metadata only.
+
+    Attributes:
+        root: path or URL of the folder the files are in.
+        name: what was opened inside `root`: "" for the folder, else a file's name.
+        format: "dcp", "torch_save" or "safetensors".
+        flavour: which software's variant of the format, such as "torch DCP".
+        evidence: what that is concluded from, one short phrase each.
+        entries: fqn → entry, in the order of the metadata.
+        files: name → size in bytes of every file next to the metadata, referenced or not.
+        table: the columns behind all chunks.
+        problems: what is wrong with the metadata itself; the rest of it is usable.
+        extra: what the format's records hold beyond dcptool's model, by attribute name.
+    """
+
+    root: str
+    name: str
+    format: str
+    flavour: str
+    evidence: tuple[str, ...]
+    entries: Mapping[str, Entry]
+    files: Mapping[str, int]
+    table: ChunkTable
+    storage: Storage
+    source: Source
+    problems: tuple[Finding, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """Path or URL of the checkpoint as a user would type it."""
+        return join(self.root, self.name)
+
+    def __getitem__(self, fqn: str) -> Entry:
+        return self.entries[fqn]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path!r}: {self.flavour}, {len(self)} entries>"
+
+    @property
+    def tensors(self) -> dict[str, TensorEntry]:
+        """The tensors alone, in order."""
+        return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, TensorEntry)}
+
+    @property
+    def objects(self) -> dict[str, ObjectEntry]:
+        """The objects alone, in order."""
+        return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, ObjectEntry)}
+
+    def read(
+        self, fqn: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> np.ndarray[Any, Any]:
+        """Read a tensor, or a box of it, into a new numpy array.
+
+        Reads the wanted bytes only, from as many chunks as they lie in. The CRC32 of every record that is read
+        whole is checked.
+
+        Args:
+            fqn: name of a tensor.
+            offsets: first element per dimension; default: the tensor's beginning.
+            sizes: elements per dimension; default: up to the tensor's end.
+
+        Returns:
+            A C-contiguous array of that box. bfloat16 and float8 types are ml_dtypes' types of that name,
+            complex32 a structure of two float16 (`real`, `imag`), float4_e2m1fn_x2 uint8 with two values a byte.
+
+        Raises:
+            LayoutError: no such tensor, a box outside it, or a part of the box that no chunk holds.
+            ItemError: a stored chunk is damaged or is not what the metadata says.
+            StorageError: a file is missing, unreadable or too short.
+            UnsupportedError: a dtype without array form, or a stream transform whose codec is not installed.
+        """
+        entry = self._tensor(fqn)
+        region = self._region(entry, offsets, sizes)
+        parts = list(self._overlapping(entry, region))
+        if sum(volume(common[1]) for _, common in parts) < volume(region[1]) or len(parts) > 1:
+            gap = first_gap(region, [common for _, common in parts])
+            if gap:
+                raise LayoutError(
+                    f"{self.path}: {fqn!r}: no chunk holds the {list(gap[1])} elements at {list(gap[0])}; "
+                    "what the checkpoint does not hold cannot be read"
+                )
+        payloads = [self.payload(entry, chunk) for chunk, _ in parts]
+        out = self._named(entry, None, numpy_empty, region[1], entry.dtype)
+        for (chunk, (start, shape)), payload in zip(parts, payloads, strict=True):
+            there = tuple(slice(a - b, a - b + n) for a, b, n in zip(start, region[0], shape, strict=True))
+            here = tuple(a - b for a, b in zip(start, chunk.offsets, strict=True))
+            self._named(entry, chunk, fill, payload, self.source.read_into, here, out[(*there, ...)])
+        result: np.ndarray[Any, Any] = out
+        return result
+
+    def read_torch(
+        self, fqn: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Read a tensor, or a box of it, into a new CPU torch.Tensor of its own dtype; see `read`."""
+        import numpy as np
+        import torch
+
+        array_ = self.read(fqn, offsets, sizes)
+        dtype = getattr(torch, self._tensor(fqn).dtype, None)
+        if dtype is None:
+            raise LayoutError(f"{fqn!r}: torch {torch.__version__} has no dtype {self._tensor(fqn).dtype}")
+        if array_.size == 0:
+            return torch.empty(array_.shape, dtype=dtype)
+        flat = torch.from_numpy(array_.reshape(-1).view(np.uint8))
+        return flat.view(dtype).reshape(array_.shape)
+
+    def value(self, fqn: str) -> Any:
+        """Decode an object without executing its pickle; see `pickles.plain` for what comes back.
+
+        Raises:
+            LayoutError: no such object.
+            ItemError, StorageError, MetadataError: it cannot be read.
+        """
+        entry = self.entries.get(fqn)
+        if not isinstance(entry, ObjectEntry):
+            raise LayoutError(f"{self.path} has no object {fqn!r}{self._similar(fqn)}")
+        return self._named(entry, None, self.source.value, entry)
+
+    def payload(self, entry: TensorEntry, chunk: Chunk) -> Payload:
+        """Find the payload of one chunk and check that it is the box the metadata says.
+
+        Raises:
+            LayoutError: the metadata names no place for it.
+            ItemError: dtype or shape stored there differ, or it cannot be understood.
+        """
+        if chunk.item is None:
+            raise LayoutError(
+                f"{self.path}: {entry.fqn!r}: the metadata has no place for the chunk at {list(chunk.offsets)}"
+            )
+        payload: Payload = self._named(entry, chunk, self.source.payload, entry, chunk, chunk.item)
+        if payload.dtype != entry.dtype or payload.shape != chunk.sizes:
+            raise ItemError(
+                f"{join(self.root, chunk.item.file)}: {entry.fqn!r}: the chunk at {list(chunk.offsets)} should be "
+                f"{entry.dtype} {list(chunk.sizes)}, stored is {payload.dtype} {list(payload.shape)}; "
+                "metadata and data are not of the same save"
+            )
+        return payload
+
+    def _tensor(self, fqn: str) -> TensorEntry:
+        entry = self.entries.get(fqn)
+        if isinstance(entry, TensorEntry):
+            return entry
+        if entry is not None:
+            raise LayoutError(f"{self.path}: {fqn!r} is an object, not a tensor; use value()")
+        raise LayoutError(f"{self.path} has no tensor {fqn!r}{self._similar(fqn)}")
+
+    def _similar(self, fqn: str) -> str:
+        close = difflib.get_close_matches(fqn, list(self.entries)[:5000], 1)
+        return f"; did you mean {close[0]!r}?" if close else ""
+
+    def _region(self, entry: TensorEntry, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> Box:
+        shape = entry.shape
+        start = tuple(offsets) if offsets is not None else (0,) * len(shape)
+        if len(start) != len(shape):
+            raise LayoutError(f"{entry.fqn!r} has {len(shape)} dimensions, offsets {list(start)} have {len(start)}")
+        size = tuple(sizes) if sizes is not None else tuple(n - a for n, a in zip(shape, start, strict=True))
+        if len(size) != len(shape):
+            raise LayoutError(f"{entry.fqn!r} has {len(shape)} dimensions, sizes {list(size)} have {len(size)}")
+        if any(a < 0 or b < 0 or a + b > n for a, b, n in zip(start, size, shape, strict=True)):
+            raise LayoutError(
+                f"{entry.fqn!r} has shape {list(shape)}; offsets {list(start)}, sizes {list(size)} leave it"
+            )
+        return start, size
+
+    @staticmethod
+    def _overlapping(entry: TensorEntry, region: Box) -> Iterator[tuple[Chunk, Box]]:
+        for index, box in enumerate(entry.chunks.boxes()):
+            common = intersect(region, box)
+            if common:
+                yield entry.chunks[index], common
+
+    def _named(self, entry: Entry, chunk: Chunk | None, function: Any, *args: Any) -> Any:
+        """Call, adding the file, the fqn and the chunk to what an error says."""
+        try:
+            return function(*args)
+        except DcptoolError as error:
+            item = chunk.item if chunk else getattr(entry, "item", None)
+            place = join(self.root, item.file) if item else self.path
+            where = f", bytes {item.byte_offset}–{item.byte_offset + item.nbytes}" if item else ""
+            at = f" chunk at {list(chunk.offsets)}" if chunk and chunk.offsets else ""
+            what = str(error).removeprefix(f"{place}: ")
+            raise type(error)(f"{place}{where}: {entry.fqn!r}{at}: {what}") from error

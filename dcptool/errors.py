@@ -1,0 +1,46 @@
+"""The errors dcptool raises. Knows nothing else of the package, and nothing of the command line.
+
+    DcptoolError
+    ├── CheckpointNotFoundError   (FileNotFoundError)     nothing at that path, or no checkpoint in it
+    ├── MetadataError             (ValueError)            `.metadata` or a header cannot be read
+    │   └── UnsafePickleError                             a pickle is built to exhaust or attack its reader
+    ├── StorageError              (OSError)               the file system or object store said no
+    ├── ItemError                 (ValueError)            a stored chunk or object is not what the metadata says
+    ├── LayoutError               (ValueError)            the boxes of a tensor do not give what was asked for
+    └── UnsupportedError          (NotImplementedError)   understood, but not something dcptool reads
+
+Every message is one or two lines: what is wrong, where (path, fqn, byte range), what to do next.
+What is *found* in a checkpoint is not raised: see `findings`.
+"""
+
+
+class DcptoolError(Exception):
+    """Base of every error dcptool raises on purpose; the command line exits 3 on it."""
+
+
+class CheckpointNotFoundError(DcptoolError, FileNotFoundError):
+    """There is nothing at the path, or what is there holds no checkpoint."""
+
+
+class MetadataError(DcptoolError, ValueError):
+    """A description of a checkpoint (`.metadata`, a safetensors header, an index) cannot be read."""
+
+
+class UnsafePickleError(MetadataError):
+    """A pickle is built so that reading it would exhaust memory, the stack or time."""
+
+
+class StorageError(DcptoolError, OSError):
+    """The file system or object store refused or failed an operation."""
+
+
+class ItemError(DcptoolError, ValueError):
+    """A stored item (one chunk, one object) is damaged or disagrees with the metadata."""
+
+
+class LayoutError(DcptoolError, ValueError):
+    """The chunks of a tensor do not cover the wanted region, or the region is not inside the tensor."""
+
+
+class UnsupportedError(DcptoolError, NotImplementedError):
+    """The input is recognised, but dcptool does not read it; the message says what does."""

@@ -1,0 +1,133 @@
+"""Copy a box of one payload into an array: read, view as strided, undo conj and neg, assign, check the CRC.
+
+Knows payloads and bytes, no format and no tensor names. No mmap: a file cut short under a map kills the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dcptool import dtypes
+from dcptool.errors import ItemError
+from dcptool.model import Ints, Payload, Record
+from dcptool.regions import is_contiguous, span
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ReadInto = Callable[[Record, int, memoryview], None]
+"""Fill a buffer with a record's bytes from a byte offset (inside the record) on."""
+
+WINDOW_NBYTES = 16 << 20
+"""Most bytes held between file and array."""
+SMALL_NBYTES = 256 << 10
+"""A window this small is read in one go even where most of it is not wanted."""
+
+
+def fill(payload: Payload, read_into: ReadInto, start: Ints, out: np.ndarray[Any, Any]) -> None:
+    """Copy the box of a payload that begins at `start` and has `out`'s shape into `out`.
+
+    Only the bytes between wanted elements that lie close together are read besides the wanted ones. When that was
+    every byte of the record, in order, its CRC32 is checked.
+
+    Args:
+        payload: where the elements are; its record lies wholly inside the file.
+        read_into: gives the record's bytes.
+        start: first element of the box in the payload, per dimension.
+        out: array of the payload's numpy dtype, any strides.
+
+    Raises:
+        ItemError: the record's bytes do not have the stored CRC32.
+    """
+    import numpy as np
+
+    itemsize = out.dtype.itemsize
+    record = payload.record
+    checksum = _Checksum(record)
+    strides = payload.strides
+    first = payload.storage_offset + sum(index * stride for index, stride in zip(start, strides, strict=True))
+    # Widest stride first: blocks are then cut, and read, in the order of the file.
+    order = sorted(range(out.ndim), key=lambda dim: -strides[dim])
+    strides = tuple(strides[dim] for dim in order)
+
+    def copy(first: int, out: np.ndarray[Any, Any]) -> None:
+        nbytes = span(out.shape, strides) * itemsize
+        if nbytes > WINDOW_NBYTES or (nbytes > SMALL_NBYTES and out.nbytes * 4 < nbytes):
+            dim = next(dim for dim, size in enumerate(out.shape) if size > 1 and strides[dim])
+            half = out.shape[dim] // 2
+            before: tuple[slice, ...] = (slice(None),) * dim
+            copy(first, out[(*before, slice(0, half))])
+            copy(first + half * strides[dim], out[(*before, slice(half, None))])
+            return
+        if out.flags.c_contiguous and is_contiguous(out.shape, strides):
+            window = memoryview(out.reshape(-1).view(np.uint8))
+            read_into(record, first * itemsize, window)
+        else:
+            window = memoryview(bytearray(nbytes))
+            read_into(record, first * itemsize, window)
+            stored = np.frombuffer(window, dtype=out.dtype)
+            out[...] = np.lib.stride_tricks.as_strided(stored, out.shape, [stride * itemsize for stride in strides])
+        checksum.update(first * itemsize, window)
+
+    if out.size:
+        copy(first, out.transpose(order))
+    checksum.check()
+    if payload.conj:
+        _conjugate(out)
+    if payload.neg:
+        np.negative(out, out=out)
+
+
+def _conjugate(out: np.ndarray[Any, Any]) -> None:
+    import numpy as np
+
+    if out.dtype.names:
+        np.negative(out["imag"], out=out["imag"])
+    else:
+        np.conjugate(out, out=out)
+
+
+class _Checksum:
+    """CRC32 of a record, as long as its bytes come in order and all of them come."""
+
+    def __init__(self, record: Record) -> None:
+        self.record, self.crc32, self.position = record, 0, 0
+
+    def update(self, byte_offset: int, window: memoryview) -> None:
+        if self.record.crc32 is None or byte_offset != self.position:
+            self.position = -1
+            return
+        self.crc32 = crc32(window, self.crc32)
+        self.position += len(window)
+
+    def check(self) -> None:
+        record = self.record
+        if record.crc32 is None or self.position != record.nbytes or self.crc32 == record.crc32:
+            return
+        raise ItemError(
+            f"bytes were changed since they were saved: record {record.name} has CRC32 {self.crc32:08x}, "
+            f"stored is {record.crc32:08x}"
+        )
+
+
+def crc32(data: bytes | memoryview, value: int = 0) -> int:
+    """Return the CRC32 of `data`, continuing from `value`; zlib's polynomial, several times its speed."""
+    from zlib_ng import zlib_ng
+
+    result: int = zlib_ng.crc32(data, value)
+    return result
+
+
+def numpy_empty(shape: Ints, dtype: str) -> np.ndarray[Any, Any]:
+    """Return an uninitialised array in the numpy form of a torch dtype.
+
+    Raises:
+        ItemError: it does not fit into memory.
+    """
+    import numpy as np
+
+    try:
+        return np.empty(shape, dtypes.numpy_dtype(dtype))
+    except (MemoryError, ValueError):
+        raise ItemError(f"shape {list(shape)} of {dtype} does not fit into memory; read a part of it") from None

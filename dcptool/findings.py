@@ -1,0 +1,43 @@
+"""What a look at a checkpoint finds: values, never exceptions. Knows no format and no file system."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Severity(str, Enum):
+    """How much a finding matters."""
+
+    ERROR = "error"
+    """Some data is missing, wrong or unreadable."""
+    WARNING = "warning"
+    """Probably not what was meant; nothing is proven wrong."""
+    NOTE = "note"
+    """Worth knowing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing found, with where it is and what to do about it.
+
+    Attributes:
+        kind: stable machine-readable word, such as `missing-file`.
+        severity: how much it matters.
+        message: one sentence for a person; names what and where.
+        file: file name relative to the checkpoint, if the finding is about a file.
+        fqn: fully qualified name of the tensor or object, if it is about one.
+        offsets, sizes: the box inside that tensor, in elements.
+        byte_range: first and one past the last byte in `file`.
+        next_step: what the user can do now, one sentence, or empty.
+    """
+
+    kind: str
+    severity: Severity
+    message: str
+    file: str | None = None
+    fqn: str | None = None
+    offsets: tuple[int, ...] | None = None
+    sizes: tuple[int, ...] | None = None
+    byte_range: tuple[int, int] | None = None
+    next_step: str = ""

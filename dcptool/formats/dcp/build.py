@@ -1,0 +1,104 @@
+"""Records of one `.metadata`, or of several `__R.metadata`, made into one view of tensors and objects.
+
+`dcp.save(use_collectives=False)` writes one `__R.metadata` per rank, each knowing its own chunks only; the view is
+their union. A box that several ranks stored is kept once, from the lowest rank; the others are its replicas.
+
+Source: torch 2.13, distributed/checkpoint/state_dict_saver.py (`use_collectives`); FORMAT.md A4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from dcptool.checkpoint import ChunkTable, Entry, ObjectEntry, TensorEntry
+from dcptool.findings import Finding, Severity
+from dcptool.formats.dcp.metadata import Records
+from dcptool.model import Chunk, Extent, Ints
+from dcptool.regions import Box
+
+
+class View(NamedTuple):
+    """Entries over one table of chunks, with what did not fit together."""
+
+    entries: dict[str, Entry]
+    table: ChunkTable
+    problems: list[Finding]
+
+
+def build(parts: Mapping[str, Records]) -> View:
+    """Make one view of the records of all metadata files of a checkpoint; takes the items out of the records.
+
+    Args:
+        parts: metadata file name → its records, lowest rank first.
+
+    Returns:
+        Entries in order of first mention, their chunks in the order of the metadata.
+    """
+    table = ChunkTable()
+    entries: dict[str, Entry] = {}
+    problems = [problem for records in parts.values() for problem in records.problems]
+    for fqn in dict.fromkeys(name for records in parts.values() for name in records.order):
+        path = next((records.paths[fqn] for records in parts.values() if records.paths and fqn in records.paths), None)
+        tensors = [records for records in parts.values() if fqn in records.tensors]
+        objects = [records for records in parts.values() if fqn in records.objects]
+        if tensors and objects:
+            problems.append(_disagree(fqn, "a tensor in some and an object in others"))
+        if tensors:
+            entries[fqn] = _tensor(fqn, path, tensors, table, problems)
+        else:
+            items = [item for records in objects if (item := records.items.pop((fqn, None), None))]
+            if not items:
+                problems.append(_placeless(fqn))
+            entries[fqn] = ObjectEntry(fqn, path, items[0] if items else None)
+    for name, records in parts.items():
+        problems += [_chunkless(name, fqn, offsets, item) for (fqn, offsets), item in records.items.items()]
+    return View(entries, table, problems)
+
+
+def _tensor(
+    fqn: str,
+    path: tuple[str | int, ...] | None,
+    parts: Sequence[Records],
+    table: ChunkTable,
+    problems: list[Finding],
+) -> TensorEntry:
+    dtype, shape, _ = parts[0].tensors[fqn]
+    if any(records.tensors[fqn][:2] != (dtype, shape) for records in parts):
+        problems.append(_disagree(fqn, "of different dtype or shape in some"))
+    mark = table.mark()
+    placed: dict[Box, Extent | None] = {}
+    replicas: list[Chunk] = []
+    for records in parts:
+        boxes = records.tensors[fqn][2]
+        items = {offsets: records.items.pop((fqn, offsets), None) for offsets in dict.fromkeys(box[0] for box in boxes)}
+        if records.tensors[fqn][:2] != (dtype, shape):
+            continue
+        for box in boxes:
+            item = items[box[0]]
+            if box not in placed:
+                placed[box] = item
+                table.add(*box, item)
+                if item is None and 0 not in box[1]:
+                    problems.append(_placeless(fqn, *box))
+            elif item is not None and item != placed[box]:
+                replicas.append(Chunk(*box, item))
+    return TensorEntry(fqn, dtype, shape, path, table.chunks_since(mark, len(shape)), tuple(replicas))
+
+
+def _chunkless(name: str, fqn: str, offsets: Ints | None, item: Extent) -> Finding:
+    at = f" at {list(offsets)}" if offsets is not None else ""
+    message = f"{name} places {fqn!r}{at} in {item.file}, but lists no such chunk"
+    span = (item.byte_offset, item.byte_offset + item.nbytes)
+    return Finding("item-without-chunk", Severity.WARNING, message, item.file, fqn, offsets, None, span)
+
+
+def _disagree(fqn: str, how: str) -> Finding:
+    message = f"{fqn!r} is {how} of the ranks' metadata files"
+    return Finding("ranks-disagree", Severity.ERROR, message, fqn=fqn, next_step="The ranks saved different things.")
+
+
+def _placeless(fqn: str, offsets: Ints | None = None, sizes: Ints | None = None) -> Finding:
+    at = f" chunk at {list(offsets)}" if offsets is not None else ""
+    message = f"the metadata has no place for {fqn!r}{at}: it cannot be read"
+    return Finding("chunk-without-item", Severity.ERROR, message, None, fqn, offsets, sizes)

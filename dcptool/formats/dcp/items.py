@@ -1,0 +1,135 @@
+"""Items of a DCP checkpoint: torch zips, tensors in a safetensors blob, bare bytes, each maybe compressed as a whole."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from dcptool import dtypes
+from dcptool.checkpoint import ObjectEntry, TensorEntry
+from dcptool.errors import ItemError, UnsupportedError
+from dcptool.formats import torch_items
+from dcptool.formats.safetensors_header import Header, read_header
+from dcptool.formats.torch_zip import TorchZip
+from dcptool.model import Chunk, Extent, Payload, Record
+from dcptool.pickles import inert
+from dcptool.regions import contiguous_strides, volume
+from dcptool.storage import Storage
+
+MAX_VALUE_NBYTES = 64 << 20
+"""An object's item longer than this is not decoded for display."""
+_ZIP = b"PK\x03\x04"
+_DECODED_NBYTES = 64 << 20
+_DECODED_ITEMS = 4
+
+
+class DcpSource:
+    """Finds and reads the payloads of one DCP directory."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._headers: dict[tuple[str, int], Header] = {}
+        self._decoded: OrderedDict[Extent, bytes] = OrderedDict()
+
+    def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
+        nbytes = self._nbytes(item, volume(chunk.sizes) * dtypes.lookup(entry.dtype).itemsize)
+        if nbytes < len(_ZIP) or self._read(item, 0, len(_ZIP)) != _ZIP:
+            return self._safetensors_payload(entry, chunk, item)
+        return torch_items.tensor_payload(TorchZip(lambda at, n: self._read(item, at, n), nbytes), item)
+
+    def value(self, entry: ObjectEntry) -> Any:
+        item = entry.item
+        if item is None:
+            raise ItemError("the metadata has no place for it")
+        nbytes = self._nbytes(item, MAX_VALUE_NBYTES)
+        if nbytes > MAX_VALUE_NBYTES:
+            raise UnsupportedError(f"an object of {nbytes:,} bytes is too large to show")
+        if nbytes < len(_ZIP) or self._read(item, 0, len(_ZIP)) != _ZIP:
+            return self._read(item, 0, nbytes)
+        archive = TorchZip(lambda at, n: self._read(item, at, n), nbytes)
+        return torch_items.decoded(inert.load(archive.content("data.pkl")), archive)
+
+    def read_into(self, record: Record, byte_offset: int, out: memoryview) -> None:
+        item = record.item
+        start = record.byte_offset + byte_offset
+        if item.transforms:
+            out[:] = self._read(item, start, len(out))
+        else:
+            self._storage.read_into(item.file, item.byte_offset + start, out)
+
+    def _nbytes(self, item: Extent, expected: int) -> int:
+        """Return an item's length after its transforms are undone; more than 4 × `expected` bytes are refused."""
+        if item.transforms:
+            return len(self._undone(item, 4 * expected))
+        return item.nbytes
+
+    def _read(self, item: Extent, byte_offset: int, nbytes: int) -> bytes:
+        if not item.transforms:
+            return self._storage.read(item.file, item.byte_offset + byte_offset, nbytes)
+        data = self._undone(item, 0)[byte_offset : byte_offset + nbytes]
+        if len(data) < nbytes:
+            raise ItemError(f"it ends before byte {byte_offset + nbytes} of its uncompressed form")
+        return data
+
+    def _undone(self, item: Extent, expected: int) -> bytes:
+        data = self._decoded.get(item)
+        if data is None:
+            stored = self._storage.read(item.file, item.byte_offset, item.nbytes)
+            data = undo_transforms(stored, item.transforms, max(expected, _DECODED_NBYTES))
+            self._decoded[item] = data
+            while len(self._decoded) > _DECODED_ITEMS:
+                self._decoded.popitem(last=False)
+        return data
+
+    def _safetensors_payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
+        """Find a tensor in the safetensors blob that SAFETENSORS serialization writes at the end of a file.
+
+        All tensors of a file share one byte_offset; the blob's own header says where each is.
+        """
+        size = self._storage.size(item.file)
+        if item.transforms or size is None:
+            raise ItemError("it is neither a torch.save zip nor in a safetensors blob")
+        blob = Extent(item.file, item.byte_offset, size - item.byte_offset)
+        header = self._headers.get(blob[:2])
+        if header is None:
+            header = read_header(lambda at, n: self._storage.read(blob.file, blob.byte_offset + at, n), blob.nbytes)
+            self._headers[blob[:2]] = header
+        found = header.tensors.get(entry.fqn)
+        if found is None:
+            raise ItemError("it is neither a torch.save zip nor in the safetensors blob of this file")
+        saved = header.saved_offsets.get(entry.fqn, chunk.offsets)
+        if saved != chunk.offsets:
+            raise ItemError(f"the safetensors blob holds the chunk at {list(saved)} instead")
+        record = Record(blob, header.data_offset + found.byte_offset, found.nbytes, entry.fqn, None)
+        return Payload(record, found.dtype, found.shape, contiguous_strides(found.shape))
+
+
+def undo_transforms(data: bytes, transforms: tuple[str, ...], limit: int) -> bytes:
+    """Undo the stream transforms of an item, last applied first.
+
+    Args:
+        data: the stored bytes.
+        transforms: their names as the metadata gives them, such as `stream.zstd/1`.
+        limit: most bytes the result may have.
+
+    Raises:
+        UnsupportedError: an unknown transform, or its codec is not installed.
+        ItemError: the stream is damaged or longer than `limit` bytes.
+
+    Source: torch 2.14, distributed/checkpoint/_extension.py.
+    """
+    for name in reversed(transforms):
+        if name.partition("/")[0] != "stream.zstd":
+            raise UnsupportedError(f"its bytes went through {name!r}, which this dcptool does not know")
+        try:
+            import zstandard
+        except ImportError:
+            raise UnsupportedError("it is zstd-compressed; pip install 'dcptool[zstd]'") from None
+        try:
+            with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
+                data = stream.read(limit + 1)
+        except zstandard.ZstdError as error:
+            raise ItemError(f"its zstd frame is damaged: {error}") from None
+        if len(data) > limit:
+            raise ItemError(f"its zstd frame holds more than the {limit:,} bytes it may have")
+    return data

@@ -1,0 +1,217 @@
+"""The records of one `.metadata` pickle, of any torch version or package, recognised by their fields.
+
+Knows the names torch gives its fields, and nothing of files or payloads. Classes do not matter: torch moved some of
+them between versions, and other packages bring their own.
+
+Source: torch 2.2 to 2.14, distributed/checkpoint/metadata.py, filesystem.py; FORMAT.md A9, F3, F4.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcptool import dtypes
+from dcptool.errors import MetadataError
+from dcptool.findings import Finding, Severity
+from dcptool.model import Extent, Ints
+from dcptool.pickles import inert
+from dcptool.pickles.inert import Global, Node, qualified_name
+from dcptool.pickles.tensors import MAX_NDIM
+from dcptool.regions import Box, volume
+
+_MAX = (1 << 63) - 1
+_KNOWN = {"state_dict_metadata", "storage_data", "planner_data", "storage_meta", "version"}
+
+
+@dataclass
+class Records:
+    """What one `.metadata` says.
+
+    Attributes:
+        tensors: fqn → (torch's dtype name, shape, boxes of the chunks in stored order), in stored order.
+        objects: fqns that are no tensors. Both appear in `order`, as stored.
+        items: (fqn, chunk offsets, None for objects) → place in a file.
+        paths: fqn → nested position; None where the saver did not flatten.
+        extra: further attributes, as stand-ins.
+        evidence: what the records tell about their writer.
+        problems: records that make no sense, with what was done about them.
+    """
+
+    tensors: dict[str, tuple[str, Ints, list[Box]]] = field(default_factory=dict)
+    objects: set[str] = field(default_factory=set)
+    order: list[str] = field(default_factory=list)
+    items: dict[tuple[str, Ints | None], Extent] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    evidence: list[str] = field(default_factory=list)
+    problems: list[Finding] = field(default_factory=list)
+
+    def problem(self, kind: str, message: str, fqn: str | None = None, **where: Any) -> None:
+        """Note something wrong in the records."""
+        self.problems.append(Finding(kind, Severity.ERROR, message, fqn=fqn, **where))
+
+
+def read_records(data: bytes) -> Records:
+    """Read the bytes of a `.metadata` or `__R.metadata` file.
+
+    Raises:
+        UnsafePickleError: the pickle is built to harm its reader.
+        MetadataError: it is no whole pickle, or none of DCP metadata; says what it looks like instead.
+    """
+    check_pickle_start(data)
+    root = inert.load(data, {"torch.Size": _size})
+    fields = _fields(root)
+    if "state_dict_metadata" not in fields:
+        raise MetadataError(f"it holds a {qualified_name(root)}, not the metadata of a DCP checkpoint")
+    state, storage = fields["state_dict_metadata"], fields.get("storage_data")
+    if not isinstance(state, dict):
+        raise MetadataError("its state_dict_metadata is not a dict")
+    records = Records()
+    for fqn, record in state.items():
+        _add_entry(records, fqn, record)
+    if isinstance(storage, dict):
+        for index, info in storage.items():
+            _add_item(records, index, info)
+    else:
+        records.problem("no-storage-data", "the metadata names no files (storage_data is missing)")
+    _add_paths(records, fields.get("planner_data"))
+    records.extra = {str(name): value for name, value in fields.items() if name not in _KNOWN}
+    storage_meta = _fields(fields.get("storage_meta"))
+    if "version" in fields:
+        records.evidence.append(f".metadata version {fields['version']}"[:60])
+    elif "storage_meta" not in fields:
+        records.evidence.append("no storage_meta: torch 2.2 or older")
+    if storage_meta.get("modules"):
+        records.evidence.append("storage_meta names extension modules")
+    return records
+
+
+def check_pickle_start(data: bytes) -> None:
+    """Refuse what is no binary pickle, saying what it looks like."""
+    if not data:
+        raise MetadataError("it is empty: the save was interrupted or the copy failed")
+    if data.startswith(b"version https://git-lfs"):
+        raise MetadataError("it is a Git LFS pointer, not the file itself; run `git lfs pull`")
+    if data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise MetadataError("it is an HTML or XML page, not a checkpoint; the download failed")
+    if not re.match(rb"\x80[\x02-\x05]", data):
+        text = "it looks like text" if data[:512].isascii() and b"\0" not in data[:512] else "it is something else"
+        raise MetadataError(f"it is not a pickle ({text}); a DCP .metadata begins with the bytes 80 04")
+
+
+def _size(*args: Any) -> Ints:
+    """Stand-in for torch.Size; its result is a flat tuple of a few numbers, as the opcode screen assumes."""
+    value = args[0] if args else ()
+    if len(args) > 1 or not isinstance(value, tuple | list) or len(value) > MAX_NDIM:
+        raise MetadataError("a torch.Size in the metadata is damaged")
+    if not all(type(number) is int and 0 <= number <= _MAX for number in value):
+        raise MetadataError(f"a torch.Size in the metadata is no list of counts: {value!r}"[:200])
+    return tuple(value)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    """Return the attributes of an instance's stand-in."""
+    state = record.state if isinstance(record, Node) else None
+    if isinstance(state, tuple) and len(state) == 2 and all(part is None or isinstance(part, dict) for part in state):
+        state = {**(state[0] or {}), **(state[1] or {})}  # the form of a class with __slots__
+    return state if isinstance(state, dict) else {}
+
+
+def _add_entry(records: Records, fqn: Any, record: Any) -> None:
+    if not isinstance(fqn, str):
+        records.problem("bad-name", f"an entry is named {fqn!r}, which is no text; left out"[:200])
+        return
+    fields = _fields(record)
+    if "size" in fields and "chunks" in fields:
+        _add_tensor(records, fqn, fields)
+    elif isinstance(record, Node) and (not fields or qualified_name(record).endswith("BytesStorageMetadata")):
+        records.objects.add(fqn)
+        records.order.append(fqn)
+    else:
+        records.problem("unknown-entry", f"entry {fqn!r} is a {qualified_name(record)}; left out", fqn)
+
+
+def _add_tensor(records: Records, fqn: str, fields: Mapping[str, Any]) -> None:
+    shape, chunks = _plain_size(fields["size"]), fields["chunks"]
+    dtype = _dtype(fields.get("properties"))
+    if shape is None or not isinstance(chunks, list | tuple) or dtype is None:
+        records.problem("bad-tensor", f"the record of tensor {fqn!r} is damaged; left out", fqn)
+        return
+    if volume(shape) > _MAX // 16:
+        records.problem("bad-tensor", f"tensor {fqn!r} is said to have shape {list(shape)}; left out", fqn)
+        return
+    if dtype not in dtypes.BY_NAME:
+        records.problem("unknown-dtype", f"tensor {fqn!r} has dtype {dtype}, which this dcptool does not know", fqn)
+    boxes: dict[Box, None] = {}
+    for chunk in chunks:
+        parts = _fields(chunk)
+        offsets, sizes = _plain_size(parts.get("offsets")), _plain_size(parts.get("sizes"))
+        if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
+            shown = f"{offsets} {sizes}"[:120]
+            records.problem("bad-chunk", f"a chunk of {fqn!r} (shape {list(shape)}) is no box in it: {shown}", fqn)
+            continue
+        if any(start + size > n for start, size, n in zip(offsets, sizes, shape, strict=True)):
+            message = f"the chunk of {fqn!r} at {list(offsets)} sizes {list(sizes)} leaves its shape {list(shape)}"
+            records.problem("chunk-out-of-bounds", message, fqn, offsets=offsets, sizes=sizes)
+        if (offsets, sizes) in boxes:
+            message = f"the chunk of {fqn!r} at {list(offsets)} is listed twice"
+            records.problem("duplicate-chunk", message, fqn, offsets=offsets, sizes=sizes)
+        boxes[offsets, sizes] = None
+    records.tensors[fqn] = (dtype, shape, list(boxes))
+    records.order.append(fqn)
+
+
+def _plain_size(value: Any) -> Ints | None:
+    if isinstance(value, tuple | list):
+        try:
+            return _size(value)
+        except MetadataError:
+            return None
+    return None
+
+
+def _dtype(properties: Any) -> str | None:
+    state = properties.state if isinstance(properties, Node) else None
+    value = state[0] if isinstance(state, tuple) and state else _fields(properties).get("dtype")
+    name = qualified_name(value) if isinstance(value, Global) else ""
+    return name.removeprefix("torch.") if name.startswith("torch.") else None
+
+
+def _add_item(records: Records, index: Any, info: Any) -> None:
+    key, place = _fields(index), _fields(info)
+    fqn, offset = key.get("fqn"), key.get("offset")
+    file, byte_offset, nbytes = (place.get(name) for name in ("relative_path", "offset", "length"))
+    numbers = type(byte_offset) is int and type(nbytes) is int and 0 <= byte_offset <= _MAX and 0 <= nbytes <= _MAX
+    offsets = None if offset is None else _plain_size(offset)
+    if not isinstance(fqn, str) or not isinstance(file, str) or not numbers or (offset is not None) != (offsets is not None):
+        records.problem("bad-item", f"a storage record is damaged (entry {fqn!r}, file {file!r}); left out"[:300])
+        return
+    if not is_inside(file):
+        message = f"{fqn!r} is said to be in {file!r}, outside the checkpoint's folder; refused"
+        records.problem("path-escape", message, fqn, file=file)
+        return
+    transforms = place.get("transform_descriptors") or ()
+    if not isinstance(transforms, list | tuple) or not all(isinstance(name, str) for name in transforms):
+        records.problem("bad-item", f"the transforms of {fqn!r} in {file} are damaged; left out", fqn, file=file)
+        return
+    records.items[fqn, offsets] = Extent(file, byte_offset, nbytes, tuple(transforms))
+
+
+def is_inside(file: str) -> bool:
+    """Tell whether a relative path stays inside the folder it is relative to, on any operating system."""
+    parts = file.replace("\\", "/").split("/")
+    return bool(file) and "\0" not in file and parts[0] != "" and ".." not in parts and not parts[0].endswith(":")
+
+
+def _add_paths(records: Records, planner_data: Any) -> None:
+    if not isinstance(planner_data, dict):
+        if planner_data is not None:
+            records.evidence.append(f"planner_data of its own kind ({qualified_name(planner_data)})")
+        return
+    records.paths = {}
+    for fqn, path in planner_data.items():
+        if isinstance(fqn, str) and isinstance(path, tuple) and all(isinstance(part, str | int) for part in path):
+            records.paths[fqn] = path

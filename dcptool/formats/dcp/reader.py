@@ -1,0 +1,161 @@
+"""Open a DCP directory: its metadata, the files beside it, and what software wrote it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dcptool import dtypes
+from dcptool.checkpoint import Checkpoint, TensorEntry
+from dcptool.errors import CheckpointNotFoundError, MetadataError, StorageError
+from dcptool.findings import Finding, Severity
+from dcptool.formats.dcp.build import View, build
+from dcptool.formats.dcp.items import DcpSource
+from dcptool.formats.dcp.metadata import Records, read_records
+from dcptool.regions import volume
+from dcptool.storage import Storage, join
+
+METADATA = ".metadata"
+MAX_METADATA_NBYTES = 8 << 30
+_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+_DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
+
+
+def rank_metadata(files: Mapping[str, int]) -> list[str]:
+    """Return the names of rank-local metadata files, in rank order."""
+    return sorted(filter(_RANK_METADATA.fullmatch, files), key=lambda name: int(name[2 : -len(".metadata")]))
+
+
+def data_file_rank(name: str) -> int | None:
+    """Return the rank R of a data file `__R_N.distcp`, None for other names."""
+    match = _DATA_FILE.fullmatch(name.rpartition("/")[2])
+    return int(match[1]) if match else None
+
+
+def is_dcp(files: Mapping[str, int]) -> bool:
+    """Tell whether a folder holds the metadata or at least the data files of a DCP checkpoint."""
+    return METADATA in files or bool(rank_metadata(files)) or any(data_file_rank(name) is not None for name in files)
+
+
+def open_dcp(storage: Storage, files: Mapping[str, int]) -> Checkpoint:
+    """Open a DCP directory by reading its metadata.
+
+    Args:
+        storage: the folder.
+        files: name → size in bytes of what is in it.
+
+    Raises:
+        CheckpointNotFoundError: there are data files but no metadata: the save never finished.
+        MetadataError: the metadata cannot be read.
+    """
+    names = [METADATA] if METADATA in files else rank_metadata(files)
+    if not names:
+        raise CheckpointNotFoundError(_unfinished(storage, files))
+    parts = {name: _records(storage, name, files[name]) for name in names}
+    view = build(parts)
+    problems = list(view.problems)
+    if names == [METADATA] and rank_metadata(files):
+        message = "there are rank-local __R.metadata files beside .metadata; .metadata is used"
+        problems.append(Finding("two-metadata", Severity.NOTE, message, file=METADATA))
+    if names != [METADATA]:
+        problems += _rank_gaps(names)
+    evidence = list(dict.fromkeys(phrase for records in parts.values() for phrase in records.evidence))
+    extra = next(iter(parts.values())).extra
+    flavour, more = _flavour(storage, files, view, names, extra)
+    source = DcpSource(storage)
+    return Checkpoint(
+        storage.root,
+        "",
+        "dcp",
+        flavour,
+        (*more, *evidence),
+        view.entries,
+        dict(files),
+        view.table,
+        storage,
+        source,
+        tuple(problems),
+        extra,
+    )
+
+
+def _records(storage: Storage, name: str, nbytes: int) -> Records:
+    path = join(storage.root, name)
+    if nbytes > MAX_METADATA_NBYTES:
+        raise MetadataError(f"{path} has {nbytes:,} bytes, more than any DCP metadata needs")
+    try:
+        return read_records(storage.read(name, 0, nbytes))
+    except MetadataError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _unfinished(storage: Storage, files: Mapping[str, int]) -> str:
+    ranks = sorted({rank for name in files if (rank := data_file_rank(name)) is not None})
+    shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]}"
+    temporary = next((name for name in files if name.startswith(".metadata") and name != METADATA), None)
+    present = f"; {temporary} is there" if temporary else ""
+    return (
+        f"{storage.root}: no .metadata, only data files of {shown}{present}: the save never finished, or this is one "
+        "node's half of it.\nResume from an older step, or bring the files of all nodes together."
+    )
+
+
+def _rank_gaps(names: list[str]) -> list[Finding]:
+    ranks = [int(name[2 : -len(".metadata")]) for name in names]
+    missing = sorted(set(range(ranks[-1] + 1)) - set(ranks))
+    if not missing:
+        return []
+    message = f"rank-local metadata of ranks {missing} is missing: what those ranks saved is unknown"
+    return [Finding("rank-metadata-missing", Severity.ERROR, message, next_step="Gather the files of all ranks.")]
+
+
+def _flavour(
+    storage: Storage, files: Mapping[str, int], view: View, names: list[str], extra: Mapping[str, Any]
+) -> tuple[str, list[str]]:
+    """Name the software or variant, and what tells so."""
+    evidence: list[str] = []
+    backend = _backend(storage, files)
+    if backend or "all_local_plans" in extra:
+        evidence += [f'metadata.json says "{backend}"'] if backend else []
+        evidence += ["all_local_plans in .metadata"] if "all_local_plans" in extra else []
+        flavour = f"Megatron {backend or 'torch_dist'}"
+    elif "meta.pt" in files:
+        flavour, evidence = "Lightning", ["meta.pt beside .metadata"]
+    else:
+        flavour = "torch DCP"
+    if names != [METADATA]:
+        flavour += ", rank-local metadata"
+        evidence.append(f"{len(names)} × __R.metadata, no .metadata: saved with use_collectives=False")
+    if _is_safetensors(view):
+        flavour += ", SAFETENSORS serialization"
+        evidence.append("items are as long as their values")
+    codecs = {name for transforms in view.table.transforms for name in transforms}
+    if codecs:
+        evidence.append(f"items went through {', '.join(sorted(codecs))}")
+    return flavour, evidence
+
+
+def _backend(storage: Storage, files: Mapping[str, int]) -> str | None:
+    """Return the backend that Megatron's metadata.json names."""
+    nbytes = files.get("metadata.json", 0)
+    if not 0 < nbytes <= 1 << 16:
+        return None
+    try:
+        fields = json.loads(storage.read("metadata.json", 0, nbytes))
+    except (ValueError, RecursionError, StorageError):
+        return None
+    backend = fields.get("sharded_backend") if isinstance(fields, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _is_safetensors(view: View) -> bool:
+    """Tell SAFETENSORS serialization by its first stored value: an item as long as the value has no zip around it."""
+    for entry in view.entries.values():
+        if isinstance(entry, TensorEntry) and entry.dtype in dtypes.BY_NAME:
+            for chunk in entry.chunks:
+                nbytes = volume(chunk.sizes) * dtypes.BY_NAME[entry.dtype].itemsize
+                if nbytes and chunk.item:
+                    return chunk.item.nbytes == nbytes
+    return False

@@ -1,0 +1,180 @@
+"""Which format a path is, and which parts a folder of checkpoints has. Looks at names and first bytes only."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from dcptool.checkpoint import Checkpoint
+from dcptool.errors import CheckpointNotFoundError, MetadataError, StorageError, UnsupportedError
+from dcptool.formats.dcp.metadata import check_pickle_start
+from dcptool.formats.dcp.reader import METADATA, data_file_rank, is_dcp, open_dcp, rank_metadata
+from dcptool.formats.safetensors import INDEX_SUFFIX, SUFFIX, open_safetensors
+from dcptool.formats.torch_save import LEGACY_MAGIC, open_torch_save
+from dcptool.storage import Location, Storage, join, locate
+
+MAX_PART_DEPTH = 3
+MAX_FOLDERS = 200
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+_OTHER_TOOLS = (
+    (re.compile(r"metadata\.pkl"), "a checkpoint with metadata.pkl, a format after DCP's; the software that wrote it"),
+    (re.compile(r"model_world_size_\d+_rank_\d+\.pt"), "verl's one-file-per-rank format; verl's model_merger"),
+    (re.compile(r"(zero_pp_rank|mp_rank)_.*_(model|optim)_states\.pt"), "a DeepSpeed checkpoint; zero_to_fp32.py"),
+    (re.compile(r"model\.rank_?\d+\.pth?|.*rank_\d+.*\.pth?"), "one torch.save file per rank; the trainer that wrote it"),
+    (re.compile(r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt"), "an Orbax checkpoint; JAX's orbax-checkpoint"),
+    (re.compile(r"\.snapshot_metadata"), "a torchsnapshot; torchsnapshot's Snapshot.restore"),
+    (re.compile(r"mp_rank_\d+.*"), "a legacy Megatron checkpoint; Megatron-LM's checkpoint tools"),
+)
+
+
+class Part(NamedTuple):
+    """A checkpoint somewhere under a folder: its path below the folder ("" = the folder itself)."""
+
+    name: str
+    kind: str
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open the one checkpoint at a path without torch and without executing a pickle; only its metadata is read.
+
+    Args:
+        path: local path or fsspec URL of a DCP directory, a `.pt` file, a safetensors file, index or folder, or of a
+            parent folder that holds exactly one checkpoint.
+
+    Returns:
+        The checkpoint: a mapping from fqn to entries, with `read`, `read_torch` and `value`.
+
+    Raises:
+        CheckpointNotFoundError: nothing there, or several checkpoints: the message lists them.
+        MetadataError: the metadata cannot be read.
+        UnsupportedError: a format dcptool does not read; the message says what does.
+        StorageError: the file system said no.
+
+    Example:
+        >>> ckpt = dcptool.open("ckpt/step_500")
+        >>> ckpt.read("model.embed.weight", offsets=(10, 0), sizes=(2, 4))
+    """
+    location = locate(path)
+    if location.file is not None:
+        return _open_file(location.storage, location.file)
+    parts = find_parts(location)
+    if len(parts) == 1:
+        return open_part(location, parts[0].name)
+    if not parts:
+        raise CheckpointNotFoundError(not_a_checkpoint(location))
+    listed = "\n".join(f"  {join(location.storage.root, part.name)}  ({part.kind})" for part in parts[:20])
+    raise CheckpointNotFoundError(f"{location.storage.root} holds {len(parts)} checkpoints; name one:\n{listed}")
+
+
+def open_part(location: Location, name: str) -> Checkpoint:
+    """Open a checkpoint that `find_parts` found; `name` is its path below the location."""
+    storage = location.storage
+    if name:
+        storage = locate(join(storage.root, name)).storage
+    files = _files(storage)
+    if is_dcp(files):
+        return open_dcp(storage, files)
+    if any(file.endswith((SUFFIX, INDEX_SUFFIX)) for file in files):
+        return open_safetensors(storage, files)
+    raise CheckpointNotFoundError(not_a_checkpoint(Location(storage, None)))
+
+
+def kind_of(files: Mapping[str, int]) -> str | None:
+    """Say what kind of checkpoint a folder with these files is, None if it is none dcptool reads."""
+    if METADATA in files:
+        return "DCP"
+    if rank_metadata(files):
+        return "DCP, rank-local metadata"
+    if is_dcp(files):
+        return "DCP data files without metadata"
+    if any(file.endswith((SUFFIX, INDEX_SUFFIX)) for file in files):
+        return "safetensors"
+    return None
+
+
+def find_parts(location: Location) -> list[Part]:
+    """Find the checkpoints at a folder: itself, or else those in its subfolders, at most MAX_PART_DEPTH deep.
+
+    A checkpoint's own subfolders are not looked at, nor are hidden and temporary ones.
+    """
+    storage = location.storage
+    parts: list[Part] = []
+    level = [""]
+    for depth in range(MAX_PART_DEPTH + 1):
+        deeper: list[str] = []
+        for folder in level[:MAX_FOLDERS]:
+            try:
+                entries = storage.entries(folder)
+            except CheckpointNotFoundError:  # gone since it was listed
+                if not folder:
+                    raise
+                continue
+            prefix = f"{folder}/" if folder else ""
+            files = {entry.name.removeprefix(prefix): entry.nbytes for entry in entries if not entry.is_dir}
+            kind = kind_of(files)
+            if kind:
+                parts.append(Part(folder, kind))
+                if depth == 0:
+                    return parts
+            else:
+                deeper += [entry.name for entry in entries if entry.is_dir and not _is_hidden(entry.name)]
+        level = deeper
+    return parts
+
+
+def not_a_checkpoint(location: Location) -> str:
+    """Say what a folder without a checkpoint looks like and what to do, one or two lines."""
+    files = _files(location.storage)
+    root = location.storage.root
+    for pattern, (meaning) in _OTHER_TOOLS:
+        found = next((name for name in sorted(files) if pattern.fullmatch(name)), None)
+        if found:
+            what, _, tool = meaning.rpartition("; ")
+            return f"{root} is no DCP checkpoint: {found} looks like {what}.\n{tool} reads it."
+    single = [name for name in sorted(files) if name.endswith(_TORCH_SUFFIXES)]
+    if single:
+        return f"{root} is no DCP checkpoint, but holds torch.save files; name one: {join(root, single[0])}"
+    if not files and not location.storage.entries():
+        return f"{root} is empty: no checkpoint in it"
+    return f"{root} holds no checkpoint (no .metadata, no __R_N.distcp, no safetensors)"
+
+
+def _files(storage: Storage) -> dict[str, int]:
+    return {entry.name: entry.nbytes for entry in storage.entries() if not entry.is_dir}
+
+
+def _is_hidden(folder: str) -> bool:
+    name = folder.rpartition("/")[2]
+    return name.startswith((".", "tmp_", "__pycache__")) or ".tmp" in name
+
+
+def _open_file(storage: Storage, name: str) -> Checkpoint:
+    path = join(storage.root, name)
+    nbytes = storage.size(name)
+    if nbytes is None:
+        raise StorageError(f"{path} is not a regular file")
+    if name == METADATA or name in rank_metadata({name: 0}):
+        return open_dcp(storage, _files(storage))
+    if data_file_rank(name) is not None:
+        raise UnsupportedError(f"{path} is one data file of a DCP checkpoint; name its folder: {storage.root}")
+    if name.endswith(INDEX_SUFFIX):
+        return open_safetensors(storage, _files(storage), name)
+    start = storage.read(name, 0, min(nbytes, 512))
+    if start.startswith(b"PK\x03\x04"):
+        return open_torch_save(storage, name, nbytes)
+    if start.startswith(LEGACY_MAGIC[:13]):
+        raise UnsupportedError(
+            f"{path} was written by torch.save before 1.6 (or with the old format asked for), which is no zip.\n"
+            "Load it with torch.load and save it again."
+        )
+    if start[8:9] == b"{" or name.endswith(SUFFIX):
+        return open_safetensors(storage, {name: nbytes}, name)
+    try:
+        check_pickle_start(start)
+    except MetadataError as error:
+        raise MetadataError(f"{path} is no checkpoint: {str(error).partition('; a DCP')[0]}") from None
+    raise UnsupportedError(f"{path} is a bare pickle, not a checkpoint; pickletools shows what is in it")
+
+

@@ -1,0 +1,162 @@
+"""safetensors: one file, an index, a folder, and the sharded sets that DCP's HuggingFace writer leaves.
+
+Source: the Hugging Face index layout (`weight_map`); torch 2.13, distributed/checkpoint/hf_storage.py, for files
+named `shard-RRRRR-model-….safetensors` whose tensors are parts of larger ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dcptool.checkpoint import Checkpoint, ChunkTable, Entry, ObjectEntry, TensorEntry
+from dcptool.errors import MetadataError, UnsupportedError
+from dcptool.findings import Finding, Severity
+from dcptool.formats.dcp.metadata import is_inside
+from dcptool.formats.safetensors_header import Header, read_header
+from dcptool.model import Chunk, Extent, Ints, Payload, Record
+from dcptool.regions import Box, contiguous_strides
+from dcptool.storage import Storage, join
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+MAX_INDEX_NBYTES = 1 << 30
+
+
+class SafetensorsSource:
+    """Reads tensors at the places their headers gave."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
+        record = Record(item, 0, item.nbytes, entry.fqn, None)
+        return Payload(record, entry.dtype, chunk.sizes, contiguous_strides(chunk.sizes))
+
+    def value(self, entry: ObjectEntry) -> Any:
+        raise UnsupportedError("safetensors holds no objects")
+
+    def read_into(self, record: Record, byte_offset: int, out: memoryview) -> None:
+        self._storage.read_into(record.item.file, record.item.byte_offset + byte_offset, out)
+
+
+def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "") -> Checkpoint:
+    """Open one safetensors file, an index, or all safetensors files of a folder.
+
+    Args:
+        storage: the folder.
+        files: name → size in bytes of what is in it.
+        name: the file or index to open; "" for the folder, of which the index counts if there is one.
+
+    Raises:
+        MetadataError: a header or the index cannot be read.
+    """
+    index = name if name.endswith(INDEX_SUFFIX) else ""
+    if not name:
+        index = next((file for file in sorted(files) if file.endswith(INDEX_SUFFIX)), "")
+    weight_map = _weight_map(storage, index, files.get(index, 0)) if index else None
+    problems: list[Finding] = []
+    if weight_map is not None:
+        wanted = list(dict.fromkeys(weight_map.values()))
+    else:
+        wanted = [name] if name else sorted(file for file in files if file.endswith(SUFFIX))
+    headers = {}
+    for file in wanted:
+        if file in files:
+            headers[file] = _header(storage, file, files[file])
+        else:
+            message = f"{index} names {file}, which is not there"
+            problems.append(Finding("missing-file", Severity.ERROR, message, file, next_step="Copy it here again."))
+    parts = _parts(headers)
+    if weight_map is not None:
+        problems += _index_problems(index, weight_map, parts, headers)
+    sharded = any(header.saved_offsets for header in headers.values())
+    table = ChunkTable()
+    entries: dict[str, Entry] = {}
+    for fqn, chunks in parts.items():
+        entries[fqn] = _entry(fqn, chunks, table, problems)
+    flavour, evidence = "safetensors", [f"{len(headers)} file{'s' * (len(headers) != 1)} with safetensors headers"]
+    if sharded:
+        flavour = "safetensors, HuggingFace DCP shards"
+        evidence.append("DCP_SHARDING_INFO in the headers: HuggingFaceStorageWriter")
+    if index:
+        evidence.append(index)
+    return Checkpoint(
+        storage.root, name, "safetensors", flavour, tuple(evidence), entries, dict(files), table, storage,
+        SafetensorsSource(storage), tuple(problems),
+        {"metadata": {file: header.metadata for file, header in headers.items()}},
+    )  # fmt: skip
+
+
+def _header(storage: Storage, file: str, nbytes: int) -> Header:
+    try:
+        return read_header(lambda at, n: storage.read(file, at, n), nbytes)
+    except MetadataError as error:
+        raise MetadataError(f"{join(storage.root, file)}: {error}") from error
+
+
+def _weight_map(storage: Storage, index: str, nbytes: int) -> dict[str, str]:
+    path = join(storage.root, index)
+    if nbytes > MAX_INDEX_NBYTES:
+        raise MetadataError(f"{path} has {nbytes:,} bytes, more than any index needs")
+    try:
+        weight_map = json.loads(storage.read(index, 0, nbytes))["weight_map"]
+        named = {str(fqn): str(file) for fqn, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MetadataError(f"{path} is not an index with a weight_map: {type(error).__name__}: {error}") from None
+    for fqn, file in named.items():
+        if not is_inside(file):
+            raise MetadataError(f"{path} places {fqn!r} in {file!r}, outside the folder; refused")
+    return named
+
+
+_Part = tuple[Box, str, Extent]  # box in the whole tensor, dtype, where it is
+
+
+def _parts(headers: Mapping[str, Header]) -> dict[str, list[_Part]]:
+    """Gather the stored parts of every tensor, in file order."""
+    parts: dict[str, list[_Part]] = {}
+    for file, header in headers.items():
+        for fqn, found in header.tensors.items():
+            offsets = header.saved_offsets.get(fqn, (0,) * len(found.shape))
+            item = Extent(file, header.data_offset + found.byte_offset, found.nbytes)
+            parts.setdefault(fqn, []).append(((offsets, found.shape), found.dtype, item))
+    return parts
+
+
+def _entry(fqn: str, parts: list[_Part], table: ChunkTable, problems: list[Finding]) -> TensorEntry:
+    (first_offsets, _), dtype, _ = parts[0]
+    ndim = len(first_offsets)
+    shape: Ints = (0,) * ndim
+    mark = table.mark()
+    placed: set[Box] = set()
+    replicas = []
+    for box, part_dtype, item in parts:
+        if len(box[0]) != ndim or part_dtype != dtype:
+            message = f"{fqn!r} is {part_dtype} with {len(box[0])} dimensions in {item.file}, other files differ; left out"
+            problems.append(Finding("parts-disagree", Severity.ERROR, message, item.file, fqn))
+        elif box in placed:
+            replicas.append(Chunk(*box, item))
+        else:
+            placed.add(box)
+            table.add(*box, item)
+            # The format does not record the whole shape: it is where the farthest part ends.
+            shape = tuple(max(n, a + b) for n, a, b in zip(shape, *box, strict=True))
+    return TensorEntry(fqn, dtype, shape, None, table.chunks_since(mark, ndim), tuple(replicas))
+
+
+def _index_problems(
+    index: str, weight_map: Mapping[str, str], parts: Mapping[str, list[_Part]], headers: Mapping[str, Header]
+) -> list[Finding]:
+    problems = []
+    for fqn, file in weight_map.items():
+        if file in headers and not any(item.file == file for _, _, item in parts.get(fqn, ())):
+            message = f"{index} says {fqn!r} is in {file}, but it is not"
+            step = "The set is damaged or mixed from two saves; copy or export it again."
+            problems.append(Finding("missing-tensor", Severity.ERROR, message, file, fqn, next_step=step))
+    for fqn in parts:
+        if fqn not in weight_map:
+            message = f"{fqn!r} is in {parts[fqn][0][2].file} but not in {index}"
+            problems.append(Finding("unlisted-tensor", Severity.WARNING, message, parts[fqn][0][2].file, fqn))
+    return problems

@@ -1,0 +1,53 @@
+"""Tensors and objects inside a zip that torch.save wrote, found without executing its pickle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dcptool.errors import ItemError
+from dcptool.formats.torch_zip import TorchZip
+from dcptool.model import Extent, Payload, Record
+from dcptool.pickles import inert, plain
+from dcptool.pickles.tensors import TensorView, tensor_view
+
+
+def payload_of(view: TensorView, archive: TorchZip, item: Extent) -> Payload:
+    """Return the payload behind a tensor view: the zip member of its storage.
+
+    Args:
+        view: what the pickle says.
+        archive: the zip, which is `item` after its transforms are undone.
+        item: where the zip is stored.
+
+    Raises:
+        ItemError: the member is missing or its length is not what the pickle says.
+        UnsupportedError: it was written on a big-endian machine.
+    """
+    archive.require_little_endian()
+    member = archive.member(f"data/{view.storage}")
+    if member.nbytes != view.storage_nbytes:
+        raise ItemError(f"record {member.name!r} has {member.nbytes} bytes, its pickle says {view.storage_nbytes}")
+    record = Record(item, archive.data_offset(member), member.nbytes, member.name, member.crc32)
+    return Payload(record, view.dtype, view.shape, view.strides, view.storage_offset, view.conj, view.neg)
+
+
+def tensor_payload(archive: TorchZip, item: Extent) -> Payload:
+    """Return the payload of a zip that holds one tensor and nothing else, as DCP's items do.
+
+    Raises:
+        ItemError: it holds something else, or is damaged.
+    """
+    root = inert.load(archive.content("data.pkl"))
+    view = tensor_view(root)
+    if view is None:
+        raise ItemError(f"the metadata says tensor, stored is an object of class {inert.qualified_name(root)}")
+    return payload_of(view, archive, item)
+
+
+def decoded(root: Any, archive: TorchZip) -> Any:
+    """Return an object of a zip's pickle in readable form, with the values of small tensors in it."""
+
+    def read_storage(view: TensorView) -> bytes:
+        return archive.content(f"data/{view.storage}", view.storage_nbytes)
+
+    return plain.decode(root, read_storage)

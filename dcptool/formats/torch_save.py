@@ -1,0 +1,165 @@
+"""`.pt` files of torch.save: one zip, one pickle, any nesting, flattened as torch.distributed.checkpoint does.
+
+Source: torch 2.13, distributed/checkpoint/_traverse.py for what is flattened; serialization.py for the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dcptool.checkpoint import Checkpoint, ChunkTable, Entry, ObjectEntry, TensorEntry
+from dcptool.errors import DcptoolError, ItemError, MetadataError, UnsupportedError
+from dcptool.findings import Finding, Severity
+from dcptool.formats import torch_items
+from dcptool.formats.torch_zip import TorchZip
+from dcptool.model import Chunk, Extent, Payload, Record
+from dcptool.pickles import inert
+from dcptool.pickles.inert import Global, Node, qualified_name
+from dcptool.pickles.tensors import TensorView, tensor_view
+from dcptool.storage import Storage, join
+
+MAX_DEPTH = 60
+MAX_ENTRIES = 1_000_000
+LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+
+ROOT_NAME = "."
+"""Name of the entry when the file holds one value that is no dict."""
+
+Path = tuple[str | int, ...]
+
+
+class TorchSaveSource:
+    """Finds and reads the tensors of one `.pt` file."""
+
+    def __init__(self, storage: Storage, item: Extent, archive: TorchZip) -> None:
+        self._storage, self._item, self._archive = storage, item, archive
+        self.views: dict[str, TensorView] = {}
+        self.values: dict[str, Any] = {}
+
+    def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
+        return torch_items.payload_of(self.views[entry.fqn], self._archive, item)
+
+    def value(self, entry: ObjectEntry) -> Any:
+        return torch_items.decoded(self.values[entry.fqn], self._archive)
+
+    def read_into(self, record: Record, byte_offset: int, out: memoryview) -> None:
+        self._storage.read_into(record.item.file, record.byte_offset + byte_offset, out)
+
+
+def open_torch_save(storage: Storage, name: str, nbytes: int) -> Checkpoint:
+    """Open a `.pt` file by reading its zip directory and its pickle.
+
+    Raises:
+        UnsupportedError: it is of the format before torch 1.6, which is no zip.
+        MetadataError: its zip or pickle is damaged, or it is a TorchScript archive.
+    """
+    path = join(storage.root, name)
+    item = Extent(name, 0, nbytes)
+    try:
+        archive = TorchZip(lambda at, n: storage.read(name, at, n), nbytes)
+        root = inert.load(archive.content("data.pkl"))
+    except (ItemError, MetadataError) as error:
+        raise MetadataError(f"{path}: {error}") from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{path}: {error}") from error
+    if "constants.pkl" in archive.members or "code" in archive.members:
+        raise UnsupportedError(f"{path} is a TorchScript archive, not a state dict; torch.jit.load reads it")
+    source = TorchSaveSource(storage, item, archive)
+    table = ChunkTable()
+    entries: dict[str, Entry] = {}
+    problems: list[Finding] = []
+    for entry_path, value in _leaves(root):
+        fqn = ".".join(map(str, entry_path)) or ROOT_NAME
+        if fqn in entries:
+            message = f"{fqn!r} is the name of two entries once nested keys are joined; the first is shown"
+            problems.append(Finding("duplicate-name", Severity.ERROR, message, name, fqn))
+            continue
+        if len(entries) >= MAX_ENTRIES:
+            raise MetadataError(f"{path}: it stands for more than {MAX_ENTRIES:,} entries")
+        entries[fqn] = _entry(fqn, entry_path, value, source, table, item, problems)
+    evidence = ("a torch.save zip",)
+    return Checkpoint(
+        storage.root, name, "torch_save", "torch.save", evidence, entries, {name: nbytes}, table, storage, source,
+        tuple(problems),
+    )  # fmt: skip
+
+
+def _entry(
+    fqn: str,
+    path: Path,
+    value: Any,
+    source: TorchSaveSource,
+    table: ChunkTable,
+    item: Extent,
+    problems: list[Finding],
+) -> Entry:
+    view = None
+    try:
+        view = tensor_view(value)
+    except DcptoolError as error:
+        problems.append(Finding("bad-tensor", Severity.ERROR, f"{fqn!r}: {error}; shown as object", item.file, fqn))
+    if view is None:
+        source.values[fqn] = value
+        return ObjectEntry(fqn, path, item)
+    source.views[fqn] = view
+    mark = table.mark()
+    table.add((0,) * len(view.shape), view.shape, item)
+    return TensorEntry(fqn, view.dtype, view.shape, path, table.chunks_since(mark, len(view.shape)))
+
+
+def _mapping(value: Any) -> Mapping[Any, Any] | None:
+    """Return the items of a dict, or of an OrderedDict or defaultdict that was not executed."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, Node) and value.called and isinstance(value.function, Global):
+        if qualified_name(value) in ("collections.OrderedDict", "collections.defaultdict"):
+            return dict(value.items)
+    return None
+
+
+def _leaves(root: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, value) of everything torch would not look into further.
+
+    Dicts are always entered, lists only if they hold a tensor, a dict or such a list; tuples never. An empty dict
+    is a leaf here: torch drops it when it flattens, but a reader wants to know of it.
+    """
+    entered: dict[int, bool] = {}
+
+    def walk(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+        if len(path) > MAX_DEPTH:
+            raise MetadataError(f"its dicts and lists are nested more than {MAX_DEPTH} deep")
+        mapping = _mapping(value)
+        if mapping:
+            for key, part in mapping.items():
+                yield from walk(part, (*path, str(key)))
+        elif isinstance(value, list) and value and (not path or _is_entered(value, entered)):
+            for index, part in enumerate(value):
+                yield from walk(part, (*path, index))
+        else:
+            yield path, value
+
+    return walk(root, ())
+
+
+def _is_entered(value: list[Any], known: dict[int, bool], depth: int = 0) -> bool:
+    """Tell whether torch would look into a list; `known` holds the answers so far, by identity."""
+    if id(value) in known:
+        return known[id(value)]
+    if depth > MAX_DEPTH:
+        raise MetadataError(f"its lists are nested more than {MAX_DEPTH} deep")
+    known[id(value)] = False
+    known[id(value)] = any(
+        _mapping(part) is not None
+        or (isinstance(part, list) and _is_entered(part, known, depth + 1))
+        or (isinstance(part, Node) and _is_tensor(part))
+        for part in value
+    )
+    return known[id(value)]
+
+
+def _is_tensor(node: Node) -> bool:
+    try:
+        return tensor_view(node) is not None
+    except DcptoolError:
+        return True

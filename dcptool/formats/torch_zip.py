@@ -1,0 +1,180 @@
+"""The zip that torch.save writes: its members, where their bytes start, their CRCs. Knows no tensors.
+
+Used for `.pt` files and for every item of a `.distcp` file, which holds such zips back to back; offsets here count
+from the zip's first byte. Only stored members are read: torch never compresses.
+
+Source: torch 2.13, caffe2/serialize/inline_container.cc; PKWARE APPNOTE 6.3.10 for zip and zip64.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dcptool.errors import ItemError, UnsupportedError
+from dcptool.fill import crc32
+
+Read = Callable[[int, int], bytes]
+"""Return exactly nbytes bytes from a byte offset on."""
+
+MAX_MEMBERS = 1 << 20
+MAX_PICKLE_NBYTES = 1 << 30
+
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR64 = struct.Struct("<4sLQL")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+_AHEAD_NBYTES = 4096
+"""The head of a zip holds data.pkl and the payload's local header, its tail the directory: a few hundred bytes."""
+_WHOLE_NBYTES = 64 << 10
+
+
+class Member(NamedTuple):
+    """One stored member: name without the archive's folder, place of its local header, length, CRC32 (None: none)."""
+
+    name: str
+    header_offset: int
+    nbytes: int
+    crc32: int | None
+
+
+class TorchZip:
+    """The directory of one zip, and the reads to get at its members.
+
+    Args:
+        read: returns bytes of the zip.
+        nbytes: the zip's length.
+
+    Raises:
+        ItemError: it is no zip, or its directory is damaged.
+        UnsupportedError: a feature torch does not write (compression, encryption, several disks).
+    """
+
+    def __init__(self, read: Read, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._source = read
+        self._head = read(0, nbytes if nbytes <= _WHOLE_NBYTES else _AHEAD_NBYTES)
+        self._tail_offset = max(len(self._head), nbytes - _AHEAD_NBYTES)
+        self._tail = read(self._tail_offset, nbytes - self._tail_offset)
+        self.members = self._directory()
+
+    def read(self, byte_offset: int, nbytes: int) -> bytes:
+        """Return bytes of the zip, from what was read already where possible."""
+        end = byte_offset + nbytes
+        if byte_offset < 0 or end > self.nbytes:
+            raise ItemError(f"its zip refers to bytes {byte_offset}–{end}, beyond its end at {self.nbytes}")
+        if end <= len(self._head):
+            return self._head[byte_offset:end]
+        if byte_offset >= self._tail_offset:
+            return self._tail[byte_offset - self._tail_offset : end - self._tail_offset]
+        return self._source(byte_offset, nbytes)
+
+    def data_offset(self, member: Member) -> int:
+        """Return where a member's bytes start, counted from the zip's first byte."""
+        header = _LOCAL.unpack(self.read(member.header_offset, _LOCAL.size))
+        if header[0] != b"PK\x03\x04":
+            raise ItemError(f"its zip has no header for record {member.name!r} at byte {member.header_offset}")
+        start = member.header_offset + _LOCAL.size + header[9] + header[10]
+        if start + member.nbytes > self.nbytes:
+            raise ItemError(f"record {member.name!r} of its zip reaches beyond the zip's end")
+        return start
+
+    def member(self, name: str) -> Member:
+        """Return a member by name.
+
+        Raises:
+            ItemError: there is none; torch.save did not write this zip, or it is damaged.
+        """
+        try:
+            return self.members[name]
+        except KeyError:
+            raise ItemError(f"its zip has no record {name!r}; torch.save did not write it") from None
+
+    def content(self, name: str, limit: int = MAX_PICKLE_NBYTES) -> bytes:
+        """Return all bytes of a small member, CRC checked.
+
+        Raises:
+            ItemError: it is missing, longer than `limit` bytes, or its CRC32 is wrong.
+        """
+        member = self.member(name)
+        if member.nbytes > limit:
+            raise ItemError(f"record {name!r} has {member.nbytes:,} bytes, more than the {limit:,} it may have")
+        data = self.read(self.data_offset(member), member.nbytes)
+        if member.crc32 is not None:
+            if crc32(data) != member.crc32:
+                raise ItemError(f"bytes were changed since they were saved: record {name!r} has a wrong CRC32")
+        return data
+
+    def require_little_endian(self) -> None:
+        """Refuse payloads written on a big-endian machine."""
+        if "byteorder" in self.members and self.content("byteorder", 16) != b"little":
+            raise UnsupportedError("its payload is not little-endian; load and save it with torch once")
+
+    def _directory(self) -> dict[str, Member]:
+        count, offset, nbytes = self._end()
+        if count > MAX_MEMBERS or nbytes < count * _CENTRAL.size:
+            raise ItemError(f"the directory of its zip is damaged: {count} records in {nbytes} bytes")
+        data = self.read(offset, nbytes)
+        found, position = [], 0
+        for _ in range(count):
+            if position + _CENTRAL.size > len(data) or data[position : position + 4] != b"PK\x01\x02":
+                raise ItemError("the directory of its zip is damaged")
+            fields = _CENTRAL.unpack_from(data, position)
+            flags, method, checksum, packed, size = fields[3], fields[4], *fields[7:10]
+            name_end = position + _CENTRAL.size + fields[10]
+            name = data[position + _CENTRAL.size : name_end].decode("utf-8", "surrogateescape")
+            header = fields[16]
+            if 0xFFFFFFFF in (packed, size, header):
+                size, packed, header = _zip64(data[name_end : name_end + fields[11]], size, packed, header)
+            if method or packed != size:
+                raise UnsupportedError(f"record {name!r} of its zip is compressed, which torch.save never does")
+            if flags & 1:
+                raise UnsupportedError(f"record {name!r} of its zip is encrypted")
+            found.append((name, header, size, checksum))
+            position = name_end + fields[11] + fields[12]
+        # With checksums switched off torch writes 0 for all; data.pkl is never empty, so its CRC is never 0.
+        checked = any(checksum for *_, checksum in found)
+        folder = next((name[: -len("data.pkl")] for name, *_ in found if name.endswith("/data.pkl")), None)
+        if folder is None:
+            raise ItemError("its zip has no record data.pkl; torch.save did not write it")
+        members = {}
+        for name, header, size, checksum in found:
+            short = name.removeprefix(folder)
+            if short in members:
+                raise ItemError(f"its zip has two records {short!r}")
+            members[short] = Member(short, header, size, checksum if checked else None)
+        return members
+
+    def _end(self) -> tuple[int, int, int]:
+        """Find the end record and return (number of members, offset, length) of the directory."""
+        tail = self.read(max(0, self.nbytes - _AHEAD_NBYTES), min(self.nbytes, _AHEAD_NBYTES))
+        position = tail.rfind(b"PK\x05\x06")
+        if position < 0 or position + _END.size > len(tail):
+            raise ItemError("it does not end like a zip; the file is cut short or overwritten")
+        *_, count, nbytes, offset, comment = _END.unpack_from(tail, position)
+        if position + _END.size + comment != len(tail):
+            raise ItemError("bytes follow the end of its zip; the file is overwritten")
+        if 0xFFFF in (count,) or 0xFFFFFFFF in (nbytes, offset):
+            locator = tail[position - _LOCATOR64.size : position] if position >= _LOCATOR64.size else b""
+            if locator[:4] != b"PK\x06\x07":
+                raise ItemError("its zip should be zip64, but has no zip64 end")
+            end = self.read(_LOCATOR64.unpack(locator)[2], _END64.size)
+            if end[:4] != b"PK\x06\x06":
+                raise ItemError("its zip should be zip64, but has no zip64 end")
+            count, nbytes, offset = _END64.unpack(end)[7:10]
+        return count, offset, nbytes
+
+
+def _zip64(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
+    """Take the 64-bit values that do not fit into the directory from its extra field."""
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, position)
+        if kind == 1:
+            values = list(struct.unpack_from(f"<{length // 8}Q", extra[: position + 4 + length], position + 4))
+            wide = [values.pop(0) if value == 0xFFFFFFFF and values else value for value in (size, packed, header)]
+            return wide[0], wide[1], wide[2]
+        position += 4 + length
+    raise ItemError("a record of its zip is zip64, but its size is missing")

@@ -1,0 +1,119 @@
+"""What a loaded pickle says about tensors: storage, dtype, shape, strides. Reads no payload bytes.
+
+Source: torch 2.13, `_utils.py` (`_rebuild_tensor_v2`, `_rebuild_tensor_v3`, `_rebuild_parameter`), `_tensor.py`
+(`_rebuild_from_type_v2`) and `serialization.py` (`persistent_id` of storages).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from dcptool import dtypes
+from dcptool.errors import ItemError
+from dcptool.model import Ints
+from dcptool.pickles.inert import Global, Node, PersistentId, qualified_name
+from dcptool.regions import span
+
+MAX_NDIM = 64
+
+_PARAMETERS = {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
+_TENSORS = {
+    "torch._utils._rebuild_tensor": 4,
+    "torch._utils._rebuild_tensor_v2": 6,
+    "torch._utils._rebuild_tensor_v3": 7,
+}
+_PLAIN_TYPES = {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"}
+
+
+class TensorView(NamedTuple):
+    """A tensor as a view of a storage, as a pickle describes it.
+
+    Attributes:
+        storage: key of the storage, the N of the zip member `data/N`.
+        storage_nbytes: length of that storage in bytes, as the pickle says.
+        dtype: torch's name without prefix.
+        shape, strides, storage_offset: in elements.
+        conj, neg: the values are the conjugate, the negative of the stored ones.
+    """
+
+    storage: str
+    storage_nbytes: int
+    dtype: str
+    shape: Ints
+    strides: Ints
+    storage_offset: int
+    conj: bool
+    neg: bool
+
+
+def tensor_view(node: Any) -> TensorView | None:
+    """Return the view a node describes, None if the node is no dense tensor.
+
+    Raises:
+        ItemError: it says it is a tensor, but sizes, strides and storage do not fit together.
+    """
+    while isinstance(node, Node) and node.called:
+        name = qualified_name(node.function)
+        if name in _PARAMETERS and node.args:
+            node = node.args[0]
+        elif name == "torch._tensor._rebuild_from_type_v2" and len(node.args) == 4:
+            function, kind, arguments, _ = node.args
+            if qualified_name(kind) not in _PLAIN_TYPES or not isinstance(function, Global | Node):
+                return None
+            if not isinstance(arguments, tuple):
+                return None
+            node = function(*arguments)
+        elif name in _TENSORS and len(node.args) >= _TENSORS[name]:
+            return _rebuilt(name, node.args)
+        else:
+            return None
+    return None
+
+
+def _rebuilt(name: str, args: tuple[Any, ...]) -> TensorView:
+    storage, storage_offset, shape, strides = args[:4]
+    if not isinstance(storage, PersistentId) or not isinstance(storage.value, tuple) or len(storage.value) < 5:
+        raise ItemError("its pickle names no storage")
+    tag, storage_class, key, _, length = storage.value[:5]
+    if name.endswith("_v3"):
+        dtype = _dtype(args[6])
+        flags = args[7] if len(args) > 7 else None
+    else:
+        kind = dtypes.BY_STORAGE.get(getattr(storage_class, "name", ""))
+        if kind is None:
+            raise ItemError(f"its pickle names an unknown storage type {qualified_name(storage_class)}")
+        dtype = kind.name
+        flags = args[6] if len(args) > 6 else None
+    itemsize = dtypes.lookup(dtype).itemsize
+    untyped = getattr(storage_class, "name", "") == "UntypedStorage"
+    shape, strides = _ints(shape), _ints(strides)
+    if tag != "storage" or not isinstance(key, str) or not _is_count(length) or not _is_count(storage_offset):
+        raise ItemError("its pickle describes its storage in an unknown way")
+    if len(shape) != len(strides):
+        raise ItemError(f"its pickle gives {len(shape)} sizes but {len(strides)} strides")
+    storage_nbytes = length if untyped else length * itemsize
+    if (storage_offset + span(shape, strides)) * itemsize > storage_nbytes and 0 not in shape:
+        raise ItemError(f"shape {list(shape)} with strides {list(strides)} does not fit its storage")
+    flags = flags if isinstance(flags, dict) else {}
+    conj, neg = flags.get("conj") is True, flags.get("neg") is True
+    return TensorView(key, storage_nbytes, dtype, shape, strides, storage_offset, conj, neg)
+
+
+def _dtype(value: Any) -> str:
+    name = qualified_name(value)
+    if not isinstance(value, Global) or not name.startswith("torch."):
+        raise ItemError(f"its pickle gives {name} as dtype")
+    return name.removeprefix("torch.")
+
+
+def _ints(value: Any) -> Ints:
+    """Read a shape or strides: a tuple, or a `torch.Size` of one."""
+    if isinstance(value, Node) and qualified_name(value) == "torch.Size" and len(value.args) == 1:
+        value = value.args[0]
+    if not isinstance(value, tuple | list) or len(value) > MAX_NDIM or not all(map(_is_count, value)):
+        raise ItemError("its pickle gives no valid shape or strides")
+    return tuple(value)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
