@@ -6,11 +6,10 @@ million of them cost what their numbers cost.
 
 from __future__ import annotations
 
-import difflib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 from dcptool import dtypes
 from dcptool.errors import DcptoolError, ItemError, LayoutError
@@ -23,6 +22,14 @@ from dcptool.storage import Storage, join
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+
+class FileUse(NamedTuple):
+    """How the items of one file use it: their number, their bytes together, one past the last byte of any."""
+
+    items: int
+    nbytes: int
+    end: int
 
 
 class ChunkTable:
@@ -72,6 +79,16 @@ class ChunkTable:
         transforms = self.transforms[self.transform[row]]
         return Extent(self.files[index], self.byte_offset[row], self.byte_length[row], transforms)
 
+    def usage(self) -> dict[str, FileUse]:
+        """Return for each file how much of it the chunks use."""
+        items, nbytes, ends = [[0] * len(self.files) for _ in range(3)]
+        for index, start, length in zip(self.file, self.byte_offset, self.byte_length, strict=True):
+            if index >= 0:
+                items[index] += 1
+                nbytes[index] += length
+                ends[index] = max(ends[index], start + length)
+        return {name: FileUse(*use) for name, *use in zip(self.files, items, nbytes, ends, strict=True)}
+
     def mark(self) -> tuple[int, int]:
         """Return the next row and the next index into `bounds`, to open a `Chunks` later."""
         return len(self.file), len(self.bounds)
@@ -114,6 +131,13 @@ class Chunks(Sequence[Chunk]):
     def boxes(self) -> Iterator[Box]:
         """Yield the boxes of all chunks without looking up their items."""
         return map(self.box, range(self._count))
+
+    def column(self, dim: int) -> tuple[array[int], array[int]]:
+        """Return the offsets and the sizes of all chunks along one dimension, in elements."""
+        start, width = self._first_bound + dim, 2 * self._ndim
+        end = self._first_bound + width * self._count
+        bounds = self._table.bounds
+        return bounds[start:end:width], bounds[start + self._ndim : end : width]
 
     def files(self) -> list[str]:
         """Return the names of the files that hold them, each once, in order of first use."""
@@ -230,6 +254,17 @@ class Checkpoint(Mapping[str, Entry]):
         """The objects alone, in order."""
         return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, ObjectEntry)}
 
+    def usage(self) -> dict[str, FileUse]:
+        """Return for each referenced file how its items use it, in order of first use."""
+        usage = self.table.usage()
+        rest = [chunk.item for tensor in self.tensors.values() for chunk in tensor.replicas]
+        for item in [*rest, *(entry.item for entry in self.objects.values())]:
+            if item:
+                use = usage.get(item.file, FileUse(0, 0, 0))
+                end = max(use.end, item.byte_offset + item.nbytes)
+                usage[item.file] = FileUse(use.items + 1, use.nbytes + item.nbytes, end)
+        return usage
+
     def read(
         self, fqn: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> np.ndarray[Any, Any]:
@@ -329,6 +364,8 @@ class Checkpoint(Mapping[str, Entry]):
         raise LayoutError(f"{self.path} has no tensor {fqn!r}{self._similar(fqn)}")
 
     def _similar(self, fqn: str) -> str:
+        import difflib
+
         close = difflib.get_close_matches(fqn, list(self.entries)[:5000], 1)
         return f"; did you mean {close[0]!r}?" if close else ""
 

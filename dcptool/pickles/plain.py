@@ -159,6 +159,7 @@ class _Decoder:
         if self.count > MAX_VALUES:
             raise ItemError(f"it stands for more than {MAX_VALUES:,} values")
         if item is None or isinstance(item, bool | int | float | complex | str | bytes | bytearray):
+            self.count += len(item) // 1000 if isinstance(item, str | bytes | bytearray) else 0
             return item
         if depth > MAX_DEPTH:
             raise ItemError(f"it is nested more than {MAX_DEPTH} levels deep")

@@ -8,7 +8,7 @@ Source: torch 2.13, distributed/checkpoint/state_dict_saver.py (`use_collectives
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint import ChunkTable, Entry, ObjectEntry, TensorEntry
@@ -33,12 +33,13 @@ def build(parts: Mapping[str, Records]) -> View:
         parts: metadata file name → its records, lowest rank first.
 
     Returns:
-        Entries in order of first mention, their chunks in the order of the metadata.
+        Entries in the order of the saver's state dict where planner_data tells it, else in the order of the metadata;
+        chunks in the order of the metadata.
     """
     table = ChunkTable()
     entries: dict[str, Entry] = {}
     problems = [problem for records in parts.values() for problem in records.problems]
-    for fqn in dict.fromkeys(name for records in parts.values() for name in records.order):
+    for fqn in _order(parts.values()):
         path = next((records.paths[fqn] for records in parts.values() if records.paths and fqn in records.paths), None)
         tensors = [records for records in parts.values() if fqn in records.tensors]
         objects = [records for records in parts.values() if fqn in records.objects]
@@ -54,6 +55,14 @@ def build(parts: Mapping[str, Records]) -> View:
     for name, records in parts.items():
         problems += [_chunkless(name, fqn, offsets, item) for (fqn, offsets), item in records.items.items()]
     return View(entries, table, problems)
+
+
+def _order(parts: Iterable[Records]) -> list[str]:
+    """Return all fqns, each once; state_dict_metadata alone is in the order in which ranks contributed."""
+    parts = list(parts)
+    known = {fqn for records in parts for fqn in records.order}
+    planned = [fqn for records in parts for fqn in records.paths or () if fqn in known]
+    return list(dict.fromkeys([*planned, *(fqn for records in parts for fqn in records.order)]))
 
 
 def _tensor(

@@ -1,0 +1,80 @@
+"""The `dcptool` command: parses options, calls one function of the library, prints. Holds no logic of its own.
+
+Exit codes: 0 good; 1 done, but the answer is bad; 2 wrong usage; 3 could not do it; 70 a bug; 130 Ctrl-C;
+143 SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from dcptool import __version__
+from dcptool.cli.inspect import inspect
+from dcptool.errors import DcptoolError
+
+EXIT_FAILED = 3
+EXIT_BUG = 70
+
+
+class _Group(click.Group):
+    """Turns whatever a command raises into the documented exit codes."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+        for stream in (sys.stdout, sys.stderr):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")  # a C locale must not turn names into tracebacks
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        kwargs["standalone_mode"] = False
+        debug = "--debug" in sys.argv[1:]
+        try:
+            code = super().main(*args, **kwargs)
+        except click.exceptions.Exit as done:
+            code = done.exit_code
+        except click.ClickException as error:
+            error.show()
+            code = error.exit_code
+        except (click.Abort, KeyboardInterrupt):
+            code = 128 + signal.SIGINT
+        except DcptoolError as error:
+            if debug:
+                raise
+            _complain(str(error))
+            code = EXIT_FAILED
+        except BrokenPipeError:
+            # Whoever read our output has seen enough; do not complain when Python flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = 0
+        except Exception as error:
+            if debug:
+                raise
+            what = f"{type(error).__name__}: {error}"
+            _complain(f"this is a bug in dcptool: {what}\nRun again with --debug for the traceback and report it.")
+            code = EXIT_BUG
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _complain(message: str) -> None:
+    from dcptool.render.text import shown
+
+    first, *rest = message.splitlines() or [""]
+    click.echo("\n".join([f"error: {shown(first)}", *map(shown, rest)]), err=True)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="dcptool")
+@click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
+def main(debug: bool) -> None:
+    """Inspect torch.distributed.checkpoint (DCP) directories.
+
+    Reads without torch and never executes a pickle.
+
+    Exit codes: 0 good, 1 the answer is bad, 2 wrong usage, 3 could not do it, 70 a bug.
+    """
+
+
+main.add_command(inspect)

@@ -1,0 +1,1 @@
+"""Results as text and JSON. Decides how things look; computes nothing about checkpoints."""

@@ -1,0 +1,235 @@
+"""A `Summary` as the text and the JSON that `dcptool inspect` prints."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from dcptool.pickles import plain
+from dcptool.render.text import nbytes, plural, shown, table, value
+from dcptool.summary import CheckpointSummary, ObjectSummary, StepSummary, Summary, TensorSummary
+
+SCHEMA = 1
+MAX_SHOWN_PROBLEMS = 10
+
+
+def to_text(summary: Summary, width: int) -> str:
+    """Return the report for a terminal of `width` columns; names are never cut, values may be."""
+    if summary.steps:
+        return _run_text(summary)
+    blocks = []
+    if len(summary.checkpoints) > 1:
+        blocks.append(f"{shown(summary.path)} holds {len(summary.checkpoints)} checkpoints")
+    blocks += [_checkpoint_text(checkpoint, width) for checkpoint in summary.checkpoints]
+    return "\n\n".join(blocks)
+
+
+def to_json(summary: Summary) -> dict[str, Any]:
+    """Return the report as plain data; the layout is documented in the README and numbered by "schema"."""
+    return {
+        "schema": SCHEMA,
+        "path": summary.path,
+        "checkpoints": [_checkpoint_json(checkpoint) for checkpoint in summary.checkpoints],
+        **({"steps": [_step_json(step) for step in summary.steps]} if summary.steps else {}),
+    }
+
+
+def _run_text(summary: Summary) -> str:
+    rows = []
+    for step in summary.steps:
+        ranks = str(step.world_size) if step.world_size else "?"
+        counts = [f"{step.n_entries:,}", f"{step.n_files:,}", nbytes(step.nbytes)]
+        rows.append([shown(step.name), step.state, ranks, *counts, shown(step.problem)])
+    lines = [f"{shown(summary.path)} is a run directory with {plural(len(rows), 'step')}", ""]
+    lines.append(table(["step", "state", "ranks", "entries", "files", "bytes", "problem"], rows, right=(2, 3, 4, 5)))
+    newest = [step for step in summary.steps if step.state == "complete"]
+    chosen = newest[-1] if newest else summary.steps[-1]
+    path = os.path.join(summary.path, chosen.name)
+    what = "newest complete step" if newest else "newest step"
+    lines += ["", f"{what}: dcptool inspect {_quoted(path)}"]
+    return "\n".join(lines)
+
+
+def _quoted(path: str) -> str:
+    import shlex
+
+    return shown(shlex.quote(path))
+
+
+def _checkpoint_text(checkpoint: CheckpointSummary, width: int) -> str:
+    evidence = f" ({'; '.join(map(shown, checkpoint.evidence))})" if checkpoint.evidence else ""
+    size = str(checkpoint.world_size) if checkpoint.world_size else "unknown"
+    total = sum(tensor.nbytes for tensor in checkpoint.tensors)
+    n_shown = len(checkpoint.tensors) + len(checkpoint.objects)
+    selected = "" if n_shown == checkpoint.n_entries else f" (selected from {plural(checkpoint.n_entries, 'entry')})"
+    selected = selected.replace("entrys", "entries")
+    facts = [
+        ["format", shown(checkpoint.flavour) + evidence],
+        ["state", checkpoint.state + _state_hint(checkpoint)],
+        ["world size", size],
+        ["files", f"{plural(len(checkpoint.files), 'file')}, {nbytes(checkpoint.nbytes)}"],
+        [
+            "content",
+            f"{plural(len(checkpoint.tensors), 'tensor')} of {nbytes(total)}, "
+            f"{plural(len(checkpoint.objects), 'object')}{selected}",
+        ],
+    ]
+    label = max(len(name) for name, _ in facts) + 2
+    blocks = [
+        "\n".join([shown(checkpoint.path), *(f"  {name:<{label}}{text}" for name, text in facts)]),
+        _problems_text(checkpoint),
+        _groups_text(checkpoint),
+        _tensors_text(checkpoint),
+        _objects_text(checkpoint, width),
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _state_hint(checkpoint: CheckpointSummary) -> str:
+    if checkpoint.state == "complete":
+        return " (all files there and long enough; contents not checked)"
+    return ""
+
+
+def _problems_text(checkpoint: CheckpointSummary) -> str:
+    lines = []
+    for problem in checkpoint.problems[:MAX_SHOWN_PROBLEMS]:
+        step = f" {problem.next_step}" if problem.next_step else ""
+        lines.append(f"{problem.severity.value}: {shown(problem.message)}.{step}")
+    if len(checkpoint.problems) > MAX_SHOWN_PROBLEMS:
+        lines.append(f"… and {len(checkpoint.problems) - MAX_SHOWN_PROBLEMS:,} more; --json lists all")
+    return "\n".join(lines)
+
+
+def _groups_text(checkpoint: CheckpointSummary) -> str:
+    rows = [
+        [
+            shown(group.name) or "(top level)",
+            f"{group.n_tensors:,}",
+            f"{group.elements:,}",
+            nbytes(group.nbytes),
+            f"{group.n_objects:,}",
+            ", ".join(group.dtypes),
+        ]
+        for group in checkpoint.groups
+    ]
+    headers = ["group", "tensors", "elements", "bytes", "objects", "dtypes"]
+    return table(headers, rows, right=(1, 2, 3, 4)) if rows else ""
+
+
+def _tensors_text(checkpoint: CheckpointSummary) -> str:
+    rows = []
+    for tensor in checkpoint.tensors:
+        shape = "×".join(map(str, tensor.shape)) or "scalar"
+        rows.append([shown(tensor.fqn), tensor.dtype, shape, nbytes(tensor.nbytes), tensor.layout])
+    if not rows:
+        return ""
+    text = table(["tensor", "dtype", "shape", "bytes", "layout"], rows, right=(3,))
+    if checkpoint.tensors[0].chunks is None:
+        return text
+    head, rule, *lines = text.splitlines()
+    for line, tensor in zip(lines, checkpoint.tensors, strict=True):
+        head_lines = [line, *_chunk_lines(tensor)]
+        rule += "\n" + "\n".join(head_lines)
+    return f"{head}\n{rule}"
+
+
+def _chunk_lines(tensor: TensorSummary) -> list[str]:
+    lines = []
+    for chunk in tensor.chunks or ():
+        place = "nowhere"
+        if chunk.item:
+            place = f"{shown(chunk.item.file)}:{chunk.item.byte_offset}+{chunk.item.nbytes}"
+        lines.append(f"    offsets {list(chunk.offsets)} sizes {list(chunk.sizes)}  {place}")
+    return lines
+
+
+def _objects_text(checkpoint: CheckpointSummary, width: int) -> str:
+    if not checkpoint.objects:
+        return ""
+    names = [shown(item.fqn) for item in checkpoint.objects]
+    classes = [item.class_name or "?" for item in checkpoint.objects]
+    left = max(map(len, [*names, "object"])) + 2 + max(map(len, [*classes, "class"])) + 2
+    room = max(width - left, 30)
+    rows = [
+        [name, shown(kind), value(item.value, room) if item.error is None else f"({shown(item.error)[:room]})"]
+        for name, kind, item in zip(names, classes, checkpoint.objects, strict=True)
+    ]
+    return table(["object", "class", "value"], rows)
+
+
+def _checkpoint_json(checkpoint: CheckpointSummary) -> dict[str, Any]:
+    return {
+        "path": checkpoint.path,
+        "format": checkpoint.format,
+        "flavour": checkpoint.flavour,
+        "evidence": list(checkpoint.evidence),
+        "world_size": checkpoint.world_size,
+        "nbytes": checkpoint.nbytes,
+        "state": checkpoint.state,
+        "tensors": [_tensor_json(tensor) for tensor in checkpoint.tensors],
+        "objects": [_object_json(item) for item in checkpoint.objects],
+        "files": [{"name": name, "nbytes": size} for name, size in checkpoint.files],
+        "notes": [
+            {
+                "kind": problem.kind,
+                "severity": problem.severity.value,
+                "message": problem.message,
+                "fqn": problem.fqn,
+                "file": problem.file,
+                "next_step": problem.next_step,
+            }
+            for problem in checkpoint.problems
+        ],
+    }
+
+
+def _tensor_json(tensor: TensorSummary) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "fqn": tensor.fqn,
+        "kind": "tensor",
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "nbytes": tensor.nbytes,
+        "layout": tensor.layout,
+        "n_chunks": tensor.n_chunks,
+        "files": list(tensor.files),
+    }
+    if tensor.chunks is not None:
+        fields["chunks"] = [
+            {
+                "offsets": list(chunk.offsets),
+                "sizes": list(chunk.sizes),
+                "file": chunk.item.file if chunk.item else None,
+                "byte_offset": chunk.item.byte_offset if chunk.item else None,
+                "nbytes": chunk.item.nbytes if chunk.item else None,
+            }
+            for chunk in tensor.chunks
+        ]
+    return fields
+
+
+def _object_json(item: ObjectSummary) -> dict[str, Any]:
+    return {
+        "fqn": item.fqn,
+        "kind": "object",
+        "value": plain.to_json(item.value) if item.error is None else None,
+        "class": item.class_name,
+        "repr": value(item.value, 2000) if item.error is None else None,
+        "error": item.error,
+    }
+
+
+def _step_json(step: StepSummary) -> dict[str, Any]:
+    return {
+        "name": step.name,
+        "state": step.state,
+        "world_size": step.world_size,
+        "n_checkpoints": step.n_checkpoints,
+        "n_entries": step.n_entries,
+        "n_files": step.n_files,
+        "nbytes": step.nbytes,
+        "problem": step.problem or None,
+    }
+
+

@@ -1,0 +1,67 @@
+"""Small pieces of terminal text: safe names, sizes, short values, tables."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+
+def shown(text: str) -> str:
+    """Return text from a checkpoint with everything that could act on a terminal escaped.
+
+    >>> shown("a\\x1b[31m\\nb")
+    'a\\\\x1b[31m\\\\nb'
+    """
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def nbytes(count: int) -> str:
+    """Return a byte count in decimal units, three significant digits.
+
+    >>> nbytes(999), nbytes(1024), nbytes(1_500_000_000)
+    ('999 B', '1.02 kB', '1.5 GB')
+    """
+    if count < 1000:
+        return f"{count} B"
+    value = float(count)
+    for unit in ("kB", "MB", "GB", "TB", "PB", "EB"):
+        value /= 1000
+        if value < 999.5:
+            break
+    return f"{value:.3g} {unit}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: `1 file`, `2,000 files`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+class _Short(reprlib.Repr):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.maxlevel = 6
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 100
+        self.maxstring = self.maxother = self.maxlong = width
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        if isinstance(x, dict):
+            return f"{type(x).__name__}({self.repr_dict(x, level)})"
+        if isinstance(x, bytes | bytearray):
+            return repr(x[: self.maxstring]) + ("…" if len(x) > self.maxstring else "")
+        return super().repr_instance(x, level)
+
+
+def value(item: Any, width: int) -> str:
+    """Return a decoded value on one line of at most `width` characters; the cut is marked with an ellipsis."""
+    text = shown(_Short(max(width, 20)).repr(item))
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Return an aligned table; columns whose indexes are in `right` are right-aligned."""
+    align = ["right" if index in right else "left" for index in range(len(headers))]
+    text = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=align if rows else None)
+    return "\n".join(line.rstrip() for line in text.splitlines())

@@ -1,0 +1,58 @@
+"""Run directories: folders of numbered checkpoints. Finds the steps; does not judge them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dcptool.errors import CheckpointNotFoundError
+from dcptool.steps import in_step_order
+from dcptool.storage import Location, Storage, join, locate
+
+_WRAPPER_DEPTH = 2
+
+
+class Run(NamedTuple):
+    """A run directory: its path and its steps' names, lowest step first."""
+
+    path: str
+    steps: tuple[str, ...]
+
+
+def find_run(location: Location) -> Run | None:
+    """Return the run directory at a folder, or the only one a level or two below it, None if there is none.
+
+    Trainers put their steps into `checkpoint/`, `checkpoints/` or `ckpt/` below the folder users think of.
+
+    Raises:
+        CheckpointNotFoundError, StorageError: the folder cannot be listed.
+    """
+    storage = location.storage
+    level = [""]
+    for depth in range(_WRAPPER_DEPTH + 1):
+        folders = {folder: _folders(storage, folder) for folder in level}
+        runs = {folder: in_step_order(names) for folder, names in folders.items() if in_step_order(names)}
+        if len(runs) == 1:
+            folder, steps = next(iter(runs.items()))
+            return Run(join(storage.root, folder), tuple(steps))
+        if runs or depth == _WRAPPER_DEPTH:
+            return None
+        level = [f"{folder}/{name}" if folder else name for folder, names in folders.items() for name in names][:50]
+    return None
+
+
+def open_step(run: Run, name: str) -> Location:
+    """Return the location of one step of a run."""
+    return locate(join(run.path, name))
+
+
+def _folders(storage: Storage, folder: str) -> list[str]:
+    try:
+        entries = storage.entries(folder)
+    except CheckpointNotFoundError:
+        if not folder:
+            raise
+        return []
+    names = [entry.name.rpartition("/")[2] for entry in entries if entry.is_dir]
+    return [name for name in names if not name.startswith(".")]
+
+
