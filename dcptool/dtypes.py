@@ -103,8 +103,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if form.startswith(("bfloat", "float8")):
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, form))
-    return np.dtype(form).newbyteorder("<")
+        form = getattr(ml_dtypes, form)
+    dtype: np.dtype[Any] = np.dtype(form)
+    return dtype.newbyteorder("<") if isinstance(form, str) else dtype
 
 
 def unpack(name: str, data: bytes) -> list[Any]:

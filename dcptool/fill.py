@@ -56,12 +56,12 @@ def fill(payload: Payload, read_into: ReadInto, start: Ints, out: np.ndarray[Any
         if nbytes > WINDOW_NBYTES or (nbytes > SMALL_NBYTES and out.nbytes * 4 < nbytes):
             dim = next(dim for dim, size in enumerate(out.shape) if size > 1 and strides[dim])
             half = out.shape[dim] // 2
-            before: tuple[slice, ...] = (slice(None),) * dim
-            copy(first, out[(*before, slice(0, half))])
-            copy(first + half * strides[dim], out[(*before, slice(half, None))])
+            lower, upper = np.array_split(out, [half], axis=dim)
+            copy(first, lower)
+            copy(first + half * strides[dim], upper)
             return
         if out.flags.c_contiguous and is_contiguous(out.shape, strides):
-            window = memoryview(out.reshape(-1).view(np.uint8))
+            window = out.reshape(-1).view(np.uint8).data
             read_into(record, first * itemsize, window)
         else:
             window = memoryview(bytearray(nbytes))

@@ -6,7 +6,9 @@ Source: torch 2.13, distributed/tensor/placement_types.py, for the words.
 
 from __future__ import annotations
 
-from dcptool.checkpoint import Chunks
+from collections.abc import Sequence
+
+from dcptool.chunks import Chunks
 from dcptool.model import Ints
 
 
@@ -26,7 +28,7 @@ def layout(shape: Ints, chunks: Chunks) -> str:
         return "no chunks"
     if not shape:
         return "whole" if count == 1 else f"irregular ×{count}"
-    columns = [chunks.column(dim) for dim in range(len(shape))]
+    columns: list[tuple[Sequence[int], Sequence[int]]] = [chunks.column(dim) for dim in range(len(shape))]
     empty = 0
     if any(0 in sizes for _, sizes in columns):
         kept = [index for index, box in enumerate(chunks.boxes()) if 0 not in box[1]]

@@ -5,6 +5,7 @@ A box is a pair (offsets, sizes) of equally long tuples, in elements. An empty b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from math import prod
 
@@ -87,7 +88,7 @@ def _first_gap(offsets: Ints, sizes: Ints, boxes: list[Box], dim: int) -> Box | 
         ends[end] = ends.get(end, 0) + 1
     cuts = sorted({offsets[dim], offsets[dim] + sizes[dim], *starts, *ends})
     active: list[Box] = []
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         if start in ends:
             active = [box for box in active if box[0][dim] + box[1][dim] > start]
         active += starts.get(start, ())

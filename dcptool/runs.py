@@ -54,5 +54,3 @@ def _folders(storage: Storage, folder: str) -> list[str]:
         return []
     names = [entry.name.rpartition("/")[2] for entry in entries if entry.is_dir]
     return [name for name in names if not name.startswith(".")]
-
-

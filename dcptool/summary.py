@@ -6,11 +6,12 @@ Reads metadata, one listing per folder and the objects' small items; of tensors 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from dcptool.check import file_problems, state_of
 from dcptool.checkpoint import Checkpoint, TensorEntry
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError, UnsupportedError
 from dcptool.findings import Finding, Severity
@@ -21,7 +22,7 @@ from dcptool.pickles import plain
 from dcptool.placements import layout
 from dcptool.regions import volume
 from dcptool.runs import Run, find_run, open_step
-from dcptool.storage import Location, join, locate
+from dcptool.storage import join, locate
 
 MAX_VALUES = 2_000
 """Objects whose values are read for one summary; select with `keys` to see others."""
@@ -184,9 +185,7 @@ def summarize_checkpoint(
 ) -> CheckpointSummary:
     """Summarize one open checkpoint; arguments as in `summarize`."""
     selected = [fqn for fqn in checkpoint if _selected(fqn, keys, exclude)]
-    tensors = tuple(
-        _tensor(entry, chunks) for fqn in selected if isinstance(entry := checkpoint[fqn], TensorEntry)
-    )
+    tensors = tuple(_tensor(entry, chunks) for fqn in selected if isinstance(entry := checkpoint[fqn], TensorEntry))
     names = [fqn for fqn in selected if not isinstance(checkpoint[fqn], TensorEntry)]
     objects = tuple(_object(checkpoint, fqn, index < MAX_VALUES) for index, fqn in enumerate(names))
     problems = (*checkpoint.problems, *file_problems(checkpoint))
@@ -215,40 +214,6 @@ def world_size(checkpoint: Checkpoint) -> int | None:
     else:
         ranks = [int(name[6:11]) - 1 for name in checkpoint.files if name.startswith("shard-") and name[6:11].isdigit()]
     return max(ranks) + 1 if ranks else None
-
-
-def file_problems(checkpoint: Checkpoint) -> list[Finding]:
-    """Return what a listing shows: referenced files that are missing or shorter than the metadata says."""
-    usage = checkpoint.usage()
-    total = sum(use.nbytes for use in usage.values()) or 1
-    problems = []
-    for name, use in sorted(usage.items()):
-        nbytes = checkpoint.files.get(name)
-        if nbytes is None and "/" in name:
-            nbytes = checkpoint.storage.size(name)
-        if nbytes is not None and nbytes >= use.end:
-            continue
-        share = f"{use.items} item{'s' * (use.items != 1)}, {use.nbytes / total:.0%} of the bytes"
-        if nbytes is None:
-            message = f"{name} is missing: it holds {share}"
-            step = "Copy it here again, or resume from another step."
-            problems.append(Finding("missing-file", Severity.ERROR, message, name, next_step=step))
-        else:
-            message = f"{name} is cut short: {nbytes:,} bytes of at least {use.end:,}; it should hold {share}"
-            span = (nbytes, use.end)
-            step = "Copy it here again, or resume from another step."
-            problems.append(
-                Finding("short-file", Severity.ERROR, message, name, byte_range=span, next_step=step)
-            )
-    return problems
-
-
-def state_of(problems: Iterable[Finding]) -> str:
-    """Return "complete", "incomplete" (files missing or short) or "damaged" (anything else wrong)."""
-    kinds = {problem.kind for problem in problems if problem.severity is Severity.ERROR}
-    if not kinds:
-        return "complete"
-    return "incomplete" if kinds <= {"missing-file", "short-file"} else "damaged"
 
 
 def _selected(fqn: str, keys: Sequence[str], exclude: Sequence[str]) -> bool:

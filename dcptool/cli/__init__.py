@@ -24,7 +24,7 @@ EXIT_BUG = 70
 class _Group(click.Group):
     """Turns whatever a command raises into the documented exit codes."""
 
-    def main(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")  # a C locale must not turn names into tracebacks

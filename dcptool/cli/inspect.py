@@ -10,7 +10,9 @@ from dcptool.cli import options
 @click.command(epilog="Example: dcptool inspect ckpt/step_500 --keys 'model.*' --chunks")
 @click.argument("path")
 @click.option("--chunks", is_flag=True, help="List every tensor's boxes and where they are stored.")
-@click.option("--depth", type=click.IntRange(0), default=1, show_default=True, help="Parts of a name that make a group.")
+@click.option(
+    "--depth", type=click.IntRange(0), default=1, show_default=True, help="Parts of a name that make a group."
+)
 @options.selection
 @options.output
 def inspect(

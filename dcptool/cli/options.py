@@ -26,4 +26,6 @@ def selection(command: Command) -> Command:
 def output(command: Command) -> Command:
     """Add --json and --quiet."""
     command = click.option("--quiet", is_flag=True, help="Print nothing; the exit code is the answer.")(command)
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON with a documented, numbered schema.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON with a documented, numbered schema.")(
+        command
+    )

@@ -22,7 +22,10 @@ _OTHER_TOOLS = (
     (re.compile(r"metadata\.pkl"), "a checkpoint with metadata.pkl, a format after DCP's; the software that wrote it"),
     (re.compile(r"model_world_size_\d+_rank_\d+\.pt"), "verl's one-file-per-rank format; verl's model_merger"),
     (re.compile(r"(zero_pp_rank|mp_rank)_.*_(model|optim)_states\.pt"), "a DeepSpeed checkpoint; zero_to_fp32.py"),
-    (re.compile(r"model\.rank_?\d+\.pth?|.*rank_\d+.*\.pth?"), "one torch.save file per rank; the trainer that wrote it"),
+    (
+        re.compile(r"model\.rank_?\d+\.pth?|.*rank_\d+.*\.pth?"),
+        "one torch.save file per rank; the trainer that wrote it",
+    ),
     (re.compile(r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt"), "an Orbax checkpoint; JAX's orbax-checkpoint"),
     (re.compile(r"\.snapshot_metadata"), "a torchsnapshot; torchsnapshot's Snapshot.restore"),
     (re.compile(r"mp_rank_\d+.*"), "a legacy Megatron checkpoint; Megatron-LM's checkpoint tools"),
@@ -176,5 +179,3 @@ def _open_file(storage: Storage, name: str) -> Checkpoint:
     except MetadataError as error:
         raise MetadataError(f"{path} is no checkpoint: {str(error).partition('; a DCP')[0]}") from None
     raise UnsupportedError(f"{path} is a bare pickle, not a checkpoint; pickletools shows what is in it")
-
-

@@ -10,7 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dcptool.checkpoint import Checkpoint, ChunkTable, Entry, ObjectEntry, TensorEntry
+from dcptool.checkpoint import Checkpoint, Entry, ObjectEntry, TensorEntry
+from dcptool.chunks import ChunkTable
 from dcptool.errors import MetadataError, UnsupportedError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.metadata import is_inside
@@ -134,7 +135,9 @@ def _entry(fqn: str, parts: list[_Part], table: ChunkTable, problems: list[Findi
     replicas = []
     for box, part_dtype, item in parts:
         if len(box[0]) != ndim or part_dtype != dtype:
-            message = f"{fqn!r} is {part_dtype} with {len(box[0])} dimensions in {item.file}, other files differ; left out"
+            message = (
+                f"{fqn!r} is {part_dtype} with {len(box[0])} dimensions in {item.file}, other files differ; left out"
+            )
             problems.append(Finding("parts-disagree", Severity.ERROR, message, item.file, fqn))
         elif box in placed:
             replicas.append(Chunk(*box, item))

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dcptool.checkpoint import Checkpoint, ChunkTable, Entry, ObjectEntry, TensorEntry
+from dcptool.checkpoint import Checkpoint, Entry, ObjectEntry, TensorEntry
+from dcptool.chunks import ChunkTable
 from dcptool.errors import DcptoolError, ItemError, MetadataError, UnsupportedError
 from dcptool.findings import Finding, Severity
 from dcptool.formats import torch_items
@@ -112,9 +113,10 @@ def _mapping(value: Any) -> Mapping[Any, Any] | None:
     """Return the items of a dict, or of an OrderedDict or defaultdict that was not executed."""
     if isinstance(value, dict):
         return value
-    if isinstance(value, Node) and value.called and isinstance(value.function, Global):
-        if qualified_name(value) in ("collections.OrderedDict", "collections.defaultdict"):
-            return dict(value.items)
+    if not isinstance(value, Node) or not value.called or not isinstance(value.function, Global):
+        return None
+    if qualified_name(value) in ("collections.OrderedDict", "collections.defaultdict"):
+        return dict(value.items)
     return None
 
 

@@ -76,7 +76,7 @@ class TorchZip:
         header = _LOCAL.unpack(self.read(member.header_offset, _LOCAL.size))
         if header[0] != b"PK\x03\x04":
             raise ItemError(f"its zip has no header for record {member.name!r} at byte {member.header_offset}")
-        start = member.header_offset + _LOCAL.size + header[9] + header[10]
+        start: int = member.header_offset + _LOCAL.size + header[9] + header[10]
         if start + member.nbytes > self.nbytes:
             raise ItemError(f"record {member.name!r} of its zip reaches beyond the zip's end")
         return start
@@ -102,9 +102,8 @@ class TorchZip:
         if member.nbytes > limit:
             raise ItemError(f"record {name!r} has {member.nbytes:,} bytes, more than the {limit:,} it may have")
         data = self.read(self.data_offset(member), member.nbytes)
-        if member.crc32 is not None:
-            if crc32(data) != member.crc32:
-                raise ItemError(f"bytes were changed since they were saved: record {name!r} has a wrong CRC32")
+        if member.crc32 is not None and crc32(data) != member.crc32:
+            raise ItemError(f"bytes were changed since they were saved: record {name!r} has a wrong CRC32")
         return data
 
     def require_little_endian(self) -> None:

@@ -52,6 +52,13 @@ class Node:
     """
 
     __slots__ = ("appended", "args", "called", "function", "items", "kwargs", "state")
+    called: bool
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: Any
+    items: list[tuple[Any, Any]]
+    appended: list[Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Node:  # NEWOBJ
         node = object.__new__(cls)
@@ -98,8 +105,8 @@ class Node:
 _DEFAULTS: dict[str, Any] = {"called": False, "args": (), "kwargs": {}, "state": None, "items": (), "appended": ()}
 
 
-def _call(cls: type[Node], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-    node = Node.__new__(cls, *args, **kwargs)
+def _call(cls: Any, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    node: Node = Node.__new__(cls, *args, **kwargs)
     node.called = True
     if function is not cls:
         node.function = function
@@ -128,9 +135,10 @@ def qualified_name(value: Any) -> str:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, understood: Mapping[str, Any]) -> None:
+    def __init__(self, data: bytes, understood: Mapping[str, Any], names: set[str]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._names: dict[tuple[str, str], Any] = {}
+        self._seen = names
         self._understood = understood
 
     def find_class(self, module: str, name: str) -> Any:
@@ -143,6 +151,7 @@ class _Unpickler(pickle.Unpickler):
             if found is None:
                 found = Global("Global", (Node,), {"__slots__": (), "module": module, "name": name})
             self._names[key] = found
+            self._seen.add(f"{_MOVED.get(module, module)}.{name}")
         return found
 
     def persistent_load(self, value: Any) -> PersistentId:
@@ -162,13 +171,14 @@ def _collector_paused(pause: bool) -> Iterator[None]:
             gc.enable()
 
 
-def load(data: bytes, understood: Mapping[str, Any] | None = None) -> Any:
+def load(data: bytes, understood: Mapping[str, Any] | None = None, names: set[str] | None = None) -> Any:
     """Load one pickle into stand-ins.
 
     Args:
         data: the pickle; bytes after its STOP are ignored, as `pickle` does.
         understood: stand-ins of the caller's own, by `module.name`: a class whose instances take `__setstate__`,
             or a function to call. A function's result must hash in one step, since the screen assumes so.
+        names: filled with the `module.name` of everything the pickle would have imported.
 
     Returns:
         The root of the graph.
@@ -180,7 +190,9 @@ def load(data: bytes, understood: Mapping[str, Any] | None = None) -> Any:
     Source: what the unpickler accepts is CPython's `pickle`, protocols 0 to 5.
     """
     end = screen(data)
-    unpickler = _Unpickler(data if end == len(data) else data[:end], understood or {})
+    unpickler = _Unpickler(
+        data if end == len(data) else data[:end], understood or {}, names if names is not None else set()
+    )
     try:
         with _collector_paused(len(data) > _GC_PAUSE_BYTES):
             return unpickler.load()

@@ -310,7 +310,9 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "builtins.dict": lambda d, node, args, depth: {**dict(*args), **d._mapping(node.items, depth)},
     "builtins.set": lambda d, node, args, depth: set(*args),
     "builtins.frozenset": lambda d, node, args, depth: frozenset(*args),
-    "builtins.bytes": lambda d, node, args, depth: bytes(args[0]) if args and isinstance(args[0], bytes | list) else b"",
+    "builtins.bytes": lambda d, node, args, depth: (
+        bytes(args[0]) if args and isinstance(args[0], bytes | list) else b""
+    ),
     "builtins.bytearray": lambda d, node, args, depth: bytearray(args[0] if isinstance(args[0], bytes) else b""),
     "builtins.complex": lambda d, node, args, depth: complex(*args),
     "builtins.slice": lambda d, node, args, depth: Named("slice", f"slice{tuple(args)!r}"),

@@ -8,7 +8,9 @@ With every name replaced by a stand-in (see `inert`) a pickle can still hurt its
 
 So the opcodes are walked once, keeping of every stack slot and memo entry only what hashing it would cost and how
 deep it would go. No value is built, and nothing the walk lets through costs more than a small multiple of its bytes.
-Where the walk is laxer than the unpickler (an underflowing stack, a bad name), the unpickler itself stops safely. Source: the opcode table of CPython's `pickletools`.
+Where the walk is laxer than the unpickler (an underflowing stack, a bad name), the unpickler itself stops safely.
+
+Source: the opcode table of CPython's `pickletools`.
 """
 
 from __future__ import annotations

@@ -231,5 +231,3 @@ def _step_json(step: StepSummary) -> dict[str, Any]:
         "nbytes": step.nbytes,
         "problem": step.problem or None,
     }
-
-

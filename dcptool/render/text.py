@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Sequence
 from typing import Any
@@ -26,12 +27,11 @@ def nbytes(count: int) -> str:
     """
     if count < 1000:
         return f"{count} B"
-    value = float(count)
-    for unit in ("kB", "MB", "GB", "TB", "PB", "EB"):
-        value /= 1000
-        if value < 999.5:
-            break
-    return f"{value:.3g} {unit}"
+    units = ("kB", "MB", "GB", "TB", "PB", "EB")
+    power = min(len(units), int(math.log(count, 1000)))
+    if count / 1000**power >= 999.5:
+        power = min(len(units), power + 1)
+    return f"{count / 1000**power:.3g} {units[power - 1]}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from dcptool.checkpoint import ChunkTable, Entry, ObjectEntry, TensorEntry
+from dcptool.checkpoint import Entry, ObjectEntry, TensorEntry
+from dcptool.chunks import ChunkTable
 from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.metadata import Records
 from dcptool.model import Chunk, Extent, Ints

@@ -1,4 +1,4 @@
-"""Items of a DCP checkpoint: torch zips, tensors in a safetensors blob, bare bytes, each maybe compressed as a whole."""
+"""Items of a DCP checkpoint: torch zips, tensors of a safetensors blob, bare bytes, each maybe compressed."""
 
 from __future__ import annotations
 

@@ -8,10 +8,11 @@ Source: torch 2.2 to 2.14, distributed/checkpoint/metadata.py, filesystem.py; FO
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from dcptool import dtypes
 from dcptool.errors import MetadataError
@@ -24,6 +25,17 @@ from dcptool.regions import Box, volume
 
 _MAX = (1 << 63) - 1
 _KNOWN = {"state_dict_metadata", "storage_data", "planner_data", "storage_meta", "version"}
+_GLOBALS = re.compile(
+    r"torch\.(Size|[a-z]+\d\w*|bool|serialization\._get_layout)"
+    r"|torch\.distributed\.(checkpoint|_shard\.sharded_tensor)\.metadata"
+    r"\.(Metadata|MetadataIndex|StorageMeta|TensorStorageMetadata|BytesStorageMetadata|ChunkStorageMetadata"
+    r"|TensorProperties|_?MEM_FORMAT_ENCODING)"
+    r"|torch\.distributed\.checkpoint\.(filesystem|_fsspec_filesystem)\._StorageInfo"
+    r"|torch\.distributed\.checkpoint\.planner\.(SavePlan|WriteItem|WriteItemType|TensorWriteData)"
+    r"|pathlib\.(Posix|Windows|PurePosix|PureWindows)Path"
+)
+"""What the writers of torch, its fsspec back end and Megatron-core name; other names are read by their fields."""
+_MEMORY_FORMATS = range(4)
 
 
 @dataclass
@@ -62,14 +74,18 @@ def read_records(data: bytes) -> Records:
         MetadataError: it is no whole pickle, or none of DCP metadata; says what it looks like instead.
     """
     check_pickle_start(data)
-    root = inert.load(data, {"torch.Size": _size})
-    fields = _fields(root)
+    names: set[str] = set()
+    root = inert.load(data, {"torch.Size": _size}, names)
+    fields = _fields(root, "Metadata")
     if "state_dict_metadata" not in fields:
         raise MetadataError(f"it holds a {qualified_name(root)}, not the metadata of a DCP checkpoint")
     state, storage = fields["state_dict_metadata"], fields.get("storage_data")
     if not isinstance(state, dict):
         raise MetadataError("its state_dict_metadata is not a dict")
     records = Records()
+    for name in sorted(name for name in names if not _GLOBALS.fullmatch(name)):
+        message = f"the metadata names {name}, which DCP's writers do not; nothing was imported or executed"
+        records.problems.append(Finding("unknown-global", Severity.NOTE, message[:300]))
     for fqn, record in state.items():
         _add_entry(records, fqn, record)
     if isinstance(storage, dict):
@@ -79,7 +95,10 @@ def read_records(data: bytes) -> Records:
         records.problem("no-storage-data", "the metadata names no files (storage_data is missing)")
     _add_paths(records, fields.get("planner_data"))
     records.extra = {str(name): value for name, value in fields.items() if name not in _KNOWN}
-    storage_meta = _fields(fields.get("storage_meta"))
+    storage_meta = _fields(fields.get("storage_meta"), "StorageMeta")
+    saved_to = storage_meta.get("checkpoint_id")
+    if isinstance(saved_to, Node) and not all(isinstance(part, str) for part in saved_to.args):
+        records.problem("bad-storage-meta", "the path this was saved to is damaged in storage_meta")
     if "version" in fields:
         records.evidence.append(f".metadata version {fields['version']}"[:60])
     elif "storage_meta" not in fields:
@@ -112,22 +131,28 @@ def _size(*args: Any) -> Ints:
     return tuple(value)
 
 
-def _fields(record: Any) -> dict[str, Any]:
-    """Return the attributes of an instance's stand-in."""
-    state = record.state if isinstance(record, Node) else None
+def _fields(record: Any, kind: str) -> dict[str, Any]:
+    """Return the attributes of the stand-in for an instance of torch's class `kind`, or of a foreign class like it."""
+    state = record.state if isinstance(record, Node) and _may_be(qualified_name(record), kind) else None
     if isinstance(state, tuple) and len(state) == 2 and all(part is None or isinstance(part, dict) for part in state):
         state = {**(state[0] or {}), **(state[1] or {})}  # the form of a class with __slots__
-    return state if isinstance(state, dict) else {}
+    return state if isinstance(state, dict) and set(map(type, state)) == {str} else {}
+
+
+@functools.lru_cache(256)
+def _may_be(name: str, kind: str) -> bool:
+    """Tell whether the class of that name is torch's `kind`, or one whose fields must speak for it."""
+    return name.endswith(kind) or not _GLOBALS.fullmatch(name)
 
 
 def _add_entry(records: Records, fqn: Any, record: Any) -> None:
     if not isinstance(fqn, str):
         records.problem("bad-name", f"an entry is named {fqn!r}, which is no text; left out"[:200])
         return
-    fields = _fields(record)
+    fields = _fields(record, "TensorStorageMetadata")
     if "size" in fields and "chunks" in fields:
         _add_tensor(records, fqn, fields)
-    elif isinstance(record, Node) and (not fields or qualified_name(record).endswith("BytesStorageMetadata")):
+    elif isinstance(record, Node) and _may_be(qualified_name(record), "BytesStorageMetadata"):
         records.objects.add(fqn)
         records.order.append(fqn)
     else:
@@ -136,7 +161,7 @@ def _add_entry(records: Records, fqn: Any, record: Any) -> None:
 
 def _add_tensor(records: Records, fqn: str, fields: Mapping[str, Any]) -> None:
     shape, chunks = _plain_size(fields["size"]), fields["chunks"]
-    dtype = _dtype(fields.get("properties"))
+    dtype = _dtype(records, fqn, fields.get("properties"))
     if shape is None or not isinstance(chunks, list | tuple) or dtype is None:
         records.problem("bad-tensor", f"the record of tensor {fqn!r} is damaged; left out", fqn)
         return
@@ -147,7 +172,7 @@ def _add_tensor(records: Records, fqn: str, fields: Mapping[str, Any]) -> None:
         records.problem("unknown-dtype", f"tensor {fqn!r} has dtype {dtype}, which this dcptool does not know", fqn)
     boxes: dict[Box, None] = {}
     for chunk in chunks:
-        parts = _fields(chunk)
+        parts = _fields(chunk, "ChunkStorageMetadata")
         offsets, sizes = _plain_size(parts.get("offsets")), _plain_size(parts.get("sizes"))
         if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
             shown = f"{offsets} {sizes}"[:120]
@@ -173,20 +198,42 @@ def _plain_size(value: Any) -> Ints | None:
     return None
 
 
-def _dtype(properties: Any) -> str | None:
+def _dtype(records: Records, fqn: str, properties: Any) -> str | None:
+    """Read TensorProperties: dtype, layout, requires_grad, memory format, pin_memory, as torch pickles them."""
     state = properties.state if isinstance(properties, Node) else None
-    value = state[0] if isinstance(state, tuple) and state else _fields(properties).get("dtype")
+    if isinstance(state, tuple) and len(state) == 5:
+        value, layout, requires_grad, memory_format, pin_memory = state
+        sound = (
+            isinstance(layout, Node)
+            and layout.args == ("torch.strided",)
+            and isinstance(memory_format, Node)
+            and len(memory_format.args) == 1
+            and memory_format.args[0] in _MEMORY_FORMATS
+            and isinstance(requires_grad, bool)
+            and isinstance(pin_memory, bool)
+        )
+        if not sound:
+            records.problem(
+                "bad-properties", f"layout or memory format of tensor {fqn!r} is not what torch writes", fqn
+            )
+    else:
+        value = _fields(properties, "TensorProperties").get("dtype")
     name = qualified_name(value) if isinstance(value, Global) else ""
     return name.removeprefix("torch.") if name.startswith("torch.") else None
 
 
 def _add_item(records: Records, index: Any, info: Any) -> None:
-    key, place = _fields(index), _fields(info)
+    key, place = _fields(index, "MetadataIndex"), _fields(info, "StorageInfo")
     fqn, offset = key.get("fqn"), key.get("offset")
     file, byte_offset, nbytes = (place.get(name) for name in ("relative_path", "offset", "length"))
-    numbers = type(byte_offset) is int and type(nbytes) is int and 0 <= byte_offset <= _MAX and 0 <= nbytes <= _MAX
     offsets = None if offset is None else _plain_size(offset)
-    if not isinstance(fqn, str) or not isinstance(file, str) or not numbers or (offset is not None) != (offsets is not None):
+    if (
+        not isinstance(fqn, str)
+        or not isinstance(file, str)
+        or not _is_count(byte_offset)
+        or not _is_count(nbytes)
+        or (offset is not None) != (offsets is not None)
+    ):
         records.problem("bad-item", f"a storage record is damaged (entry {fqn!r}, file {file!r}); left out"[:300])
         return
     if not is_inside(file):
@@ -198,6 +245,10 @@ def _add_item(records: Records, index: Any, info: Any) -> None:
         records.problem("bad-item", f"the transforms of {fqn!r} in {file} are damaged; left out", fqn, file=file)
         return
     records.items[fqn, offsets] = Extent(file, byte_offset, nbytes, tuple(transforms))
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= _MAX
 
 
 def is_inside(file: str) -> bool:
@@ -213,5 +264,9 @@ def _add_paths(records: Records, planner_data: Any) -> None:
         return
     records.paths = {}
     for fqn, path in planner_data.items():
-        if isinstance(fqn, str) and isinstance(path, tuple) and all(isinstance(part, str | int) for part in path):
+        valid = isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
+        if isinstance(fqn, str) and valid and (fqn in records.tensors or fqn in records.objects):
             records.paths[fqn] = path
+        else:
+            message = f"planner_data has a nested path for {fqn!r}, which is no entry or the path is damaged"
+            records.problems.append(Finding("bad-path", Severity.WARNING, message[:300]))

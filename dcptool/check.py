@@ -1,0 +1,64 @@
+"""Look at one checkpoint and return what is wrong with it, as findings. Reads no tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dcptool.checkpoint import Checkpoint
+from dcptool.chunks import FileUse
+from dcptool.findings import Finding, Severity
+from dcptool.formats.dcp.reader import data_file_rank
+
+_GET_FILES = "Copy the files of all nodes here, or resume from another step."
+
+
+def file_problems(checkpoint: Checkpoint) -> list[Finding]:
+    """Return what a listing shows: referenced files that are missing or shorter than the metadata says."""
+    usage = checkpoint.usage()
+    total = sum(use.nbytes for use in usage.values()) or 1
+    missing: list[str] = []
+    problems = []
+    for name, use in sorted(usage.items()):
+        nbytes = checkpoint.files.get(name)
+        if nbytes is None and "/" in name:
+            nbytes = checkpoint.storage.size(name)
+        if nbytes is None:
+            missing.append(name)
+        elif nbytes < use.end:
+            lost = _lost([use], total)
+            message = f"{name} is cut short: {nbytes:,} bytes of at least {use.end:,}; it should hold {lost}"
+            span = (nbytes, use.end)
+            problems.append(Finding("short-file", Severity.ERROR, message, name, byte_range=span, next_step=_GET_FILES))
+    if missing:
+        ranks = {rank for name in missing if (rank := data_file_rank(name)) is not None}
+        names = missing[0] if len(missing) == 1 else f"{len(missing)} of {len(usage)} files"
+        whose = f" (rank{'s' * (len(ranks) > 1)} {_ranges(ranks)})" if ranks else ""
+        verb = "is missing: it held" if len(missing) == 1 else "are missing: they held"
+        message = f"{names}{whose} {verb} {_lost([usage[name] for name in missing], total)}"
+        where = missing[0] if len(missing) == 1 else None
+        problems.insert(0, Finding("missing-file", Severity.ERROR, message, where, next_step=_GET_FILES))
+    return problems
+
+
+def _lost(uses: Sequence[FileUse], total: int) -> str:
+    items, nbytes = sum(use.items for use in uses), sum(use.nbytes for use in uses)
+    return f"{items:,} item{'s' * (items != 1)}, {nbytes / total:.0%} of the bytes"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as ranges: `0–3, 7`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("–".join(map(str, run)) for run in runs)
+
+
+def state_of(problems: Iterable[Finding]) -> str:
+    """Return "complete", "incomplete" (files missing or short) or "damaged" (anything else wrong)."""
+    kinds = {problem.kind for problem in problems if problem.severity is Severity.ERROR}
+    if not kinds:
+        return "complete"
+    return "incomplete" if kinds <= {"missing-file", "short-file"} else "damaged"
