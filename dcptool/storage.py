@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-from dcptool.errors import CheckpointNotFoundError, StorageError, UnsupportedError
+from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError, UnsupportedError
 
 _OPEN_FILES = 64
 _URL_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
@@ -118,7 +118,7 @@ class LocalStorage:
     def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
         path = self._path(name)
         done = 0
-        with _translated(path), self._open(name) as descriptor:
+        with _translated(path, StorageError), self._open(name) as descriptor:
             while done < len(out):
                 count = os.preadv(descriptor, [out[done:]], byte_offset + done)
                 if count == 0:
@@ -127,7 +127,7 @@ class LocalStorage:
 
     def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
         path = self._path(name)
-        with _translated(path), self._open(name) as descriptor:
+        with _translated(path, StorageError), self._open(name) as descriptor:
             if nbytes > 1 << 20:  # do not allocate what a short file cannot give
                 nbytes_there = os.fstat(descriptor).st_size
                 if byte_offset + nbytes > nbytes_there:
@@ -192,7 +192,7 @@ class FsspecStorage:
         shown = self._shown(name)
         if nbytes == 0:
             return b""
-        with _translated(shown):
+        with _translated(shown, StorageError):
             try:
                 data = bytes(self._filesystem.cat_file(self._path(name), start=byte_offset, end=byte_offset + nbytes))
             except (ValueError, IndexError):  # how some stores answer a range that starts past the end
@@ -234,6 +234,8 @@ def locate(path: str | os.PathLike[str]) -> Location:
         text = text.removeprefix("file://")
     if "://" in text or "::" in text:
         return _locate_url(text)
+    if "\0" in text:
+        raise CheckpointNotFoundError(f"{text!r} cannot be a path: it has a NUL character")
     with _translated(text):
         found = os.stat(text)
     if stat.S_ISDIR(found.st_mode):
@@ -267,16 +269,16 @@ def join(root: str, name: str) -> str:
 
 
 @contextmanager
-def _translated(path: str) -> Iterator[None]:
-    """Turn what a file system may raise into dcptool's errors, naming the path."""
+def _translated(path: str, missing: type[DcptoolError] = CheckpointNotFoundError) -> Iterator[None]:
+    """Turn what a file system may raise into dcptool's errors, naming the path; `missing` if nothing is there."""
     try:
         yield
     except (StorageError, CheckpointNotFoundError):
         raise
     except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{path}: no such file or directory") from error
+        raise missing(f"{path}: no such file or directory") from error
     except NotADirectoryError as error:
-        raise CheckpointNotFoundError(f"{path}: a part of this path is a file, not a folder") from error
+        raise missing(f"{path}: a part of this path is a file, not a folder") from error
     except PermissionError as error:
         raise StorageError(f"{path}: permission denied; read access is needed") from error
     except (ValueError, ImportError):

@@ -1,0 +1,78 @@
+"""What every test may use: the foreign checkpoints and their expected contents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOREIGN = ROOT / "fixtures" / "foreign"
+
+
+class Part(NamedTuple):
+    """One checkpoint folder of fixtures/foreign with what its producer says is in it."""
+
+    name: str
+    path: Path
+    expected: dict[str, dict[str, Any]]
+    about: dict[str, Any]
+    damaged: bool
+
+
+def foreign_parts() -> list[Part]:
+    """Every part of every foreign checkpoint, damaged ones included."""
+    parts = []
+    for file in sorted(FOREIGN.glob("*.expected.json")):
+        about = json.loads(file.read_text())
+        for folder, expected in about["parts"].items():
+            name = about["name"] if folder == "." else f"{about['name']}/{folder}"
+            parts.append(Part(name, FOREIGN / about["name"] / folder, expected, about, folder in about["damaged"]))
+    return parts
+
+
+PARTS = foreign_parts()
+WHOLE = [part for part in PARTS if not part.damaged]
+
+
+def part(name: str) -> Part:
+    """The part of that name."""
+    return next(found for found in PARTS if found.name == name)
+
+
+@pytest.fixture
+def foreign() -> Path:
+    """The folder of checkpoints written by other software."""
+    return FOREIGN
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """A moto S3 server of our own on loopback; gives its endpoint."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3_url(s3_server, monkeypatch):
+    """The URL of an empty folder in a bucket; credentials and endpoint are set for s3fs."""
+    import uuid
+
+    import fsspec
+
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    filesystem = fsspec.filesystem("s3")
+    bucket = f"bucket-{uuid.uuid4().hex[:8]}"
+    filesystem.mkdir(bucket)
+    yield f"s3://{bucket}/run"
+    filesystem.invalidate_cache()

@@ -1,0 +1,154 @@
+"""List, stat and ranged read: one suite for a local folder and memory://; what a file system can do to a reader."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+
+import fsspec
+import pytest
+
+from dcptool.errors import CheckpointNotFoundError, StorageError, UnsupportedError
+from dcptool.storage import Entry, locate
+from tests.conftest import ROOT
+
+CONTENT = {"a.bin": bytes(range(256)) * 8, "empty": b"", "sub/b.bin": b"inside", ".metadata": b"hidden"}
+
+
+@pytest.fixture(params=["local", "memory", "file"])
+def root(request, tmp_path):
+    if request.param == "memory":
+        url = f"memory://{uuid.uuid4().hex}"
+        filesystem, base = fsspec.url_to_fs(url)
+        for name, data in CONTENT.items():
+            filesystem.pipe_file(f"{base}/{name}", data)
+        yield url
+        filesystem.rm(base, recursive=True)
+        return
+    for name, data in CONTENT.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    yield f"file://{tmp_path}" if request.param == "file" else str(tmp_path)
+
+
+@pytest.mark.torchfree
+class TestEveryStorage:
+    def test_listing_is_one_level_sorted_and_relative(self, root):
+        storage, file = locate(root)
+        assert file is None
+        expected = [Entry(".metadata", 6, False), Entry("a.bin", 2048, False), Entry("empty", 0, False)]
+        assert storage.entries() == [*expected, Entry("sub", 0, True)]
+        assert storage.entries("sub") == [Entry("sub/b.bin", 6, False)]
+
+    def test_ranges(self, root):
+        storage = locate(root).storage
+        assert storage.read("a.bin", 0, 2048) == CONTENT["a.bin"]
+        assert storage.read("a.bin", 250, 10) == CONTENT["a.bin"][250:260]
+        assert storage.read("sub/b.bin", 2, 3) == b"sid"
+        assert storage.read("empty", 0, 0) == b""
+        buffer = bytearray(5)
+        storage.read_into("a.bin", 2043, memoryview(buffer))
+        assert buffer == CONTENT["a.bin"][-5:]
+
+    @pytest.mark.parametrize(("byte_offset", "nbytes"), [(2040, 9), (2048, 1), (5000, 3), (0, 1 << 40)])
+    def test_a_range_beyond_the_end_is_an_error_naming_the_file(self, root, byte_offset, nbytes):
+        storage = locate(root).storage
+        with pytest.raises(StorageError, match=r"a\.bin ends at byte|a\.bin: "):
+            storage.read("a.bin", byte_offset, nbytes)
+
+    def test_sizes(self, root):
+        storage = locate(root).storage
+        assert storage.size("a.bin") == 2048
+        assert storage.size("empty") == 0
+        assert storage.size("sub") is None
+        assert storage.size("nothing") is None
+
+    def test_a_file_is_located_in_its_folder(self, root):
+        storage, file = locate(f"{root}/sub/b.bin")
+        assert file == "b.bin"
+        assert storage.read(file, 0, 6) == b"inside"
+
+    def test_nothing_there(self, root):
+        with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+            locate(f"{root}/nowhere")
+        with pytest.raises(CheckpointNotFoundError):
+            locate(root).storage.entries("nowhere")
+        with pytest.raises(StorageError, match="nowhere"):
+            locate(root).storage.read("nowhere", 0, 1)
+
+
+@pytest.mark.torchfree
+def test_a_fifo_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / ".metadata")
+    storage = locate(tmp_path).storage
+    assert storage.size(".metadata") is None
+    with pytest.raises(StorageError, match="not a regular file"):
+        storage.read(".metadata", 0, 1)
+
+
+@pytest.mark.torchfree
+def test_many_files_do_not_use_up_descriptors(tmp_path):
+    storage = locate(tmp_path).storage
+    for index in range(300):
+        (tmp_path / str(index)).write_bytes(b"x")
+    before = len(os.listdir("/proc/self/fd"))
+    for index in range(300):
+        assert storage.read(str(index), 0, 1) == b"x"
+    assert len(os.listdir("/proc/self/fd")) <= before + 64
+    storage.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert storage.read("7", 0, 1) == b"x"
+
+
+@pytest.mark.torchfree
+@pytest.mark.parametrize("path", ["x" * 5000, "a/\0b", "/dev/null/x"])
+def test_impossible_paths(path):
+    with pytest.raises(CheckpointNotFoundError):
+        locate(path)
+
+
+@pytest.mark.torchfree
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root to become somebody else")
+def test_no_permission_is_said_so(tmp_path):
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.getuid() and len(folder.parts) > 2:
+            folder.chmod(0o755)
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / ".metadata").write_bytes(b"secret")
+    (tmp_path / "ckpt" / ".metadata").chmod(0)
+    code = f"""if True:
+        import os, sys
+        sys.path.insert(0, {str(ROOT)!r})
+        import dcptool, dcptool.storage
+        os.setuid(65534)
+        try:
+            dcptool.open({str(tmp_path / "ckpt")!r})
+        except dcptool.storage.StorageError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"{tmp_path}/ckpt/.metadata: permission denied; read access is needed"
+
+
+@pytest.mark.torchfree
+def test_an_unknown_kind_of_url_names_what_to_install():
+    with pytest.raises(UnsupportedError, match="nosuch"):
+        locate("nosuch://bucket/run")
+
+
+def test_s3_is_listed_and_read_in_ranges(s3_url):
+    filesystem, base = fsspec.url_to_fs(s3_url)
+    for name, data in CONTENT.items():
+        filesystem.pipe_file(f"{base}/{name}", data)
+    filesystem.invalidate_cache()
+    suite = TestEveryStorage()
+    suite.test_listing_is_one_level_sorted_and_relative(s3_url)
+    suite.test_ranges(s3_url)
+    suite.test_sizes(s3_url)
+    suite.test_a_file_is_located_in_its_folder(s3_url)
+    suite.test_nothing_there(s3_url)
+    for byte_offset, nbytes in [(2040, 9), (2048, 1), (5000, 3)]:
+        suite.test_a_range_beyond_the_end_is_an_error_naming_the_file(s3_url, byte_offset, nbytes)
