@@ -59,13 +59,13 @@ def open_torch_save(storage: Storage, name: str, nbytes: int) -> Checkpoint:
     item = Extent(name, 0, nbytes)
     try:
         archive = TorchZip(lambda at, n: storage.read(name, at, n), nbytes)
+        if "constants.pkl" in archive.members:
+            raise UnsupportedError("it is a TorchScript archive, not a state dict; torch.jit.load reads it")
         root = inert.load(archive.content("data.pkl"))
     except (ItemError, MetadataError) as error:
         raise MetadataError(f"{path}: {error}") from error
     except UnsupportedError as error:
         raise UnsupportedError(f"{path}: {error}") from error
-    if "constants.pkl" in archive.members or "code" in archive.members:
-        raise UnsupportedError(f"{path} is a TorchScript archive, not a state dict; torch.jit.load reads it")
     source = TorchSaveSource(storage, item, archive)
     table = ChunkTable()
     entries: dict[str, Entry] = {}
@@ -110,13 +110,16 @@ def _entry(
 
 
 def _mapping(value: Any) -> Mapping[Any, Any] | None:
-    """Return the items of a dict, or of an OrderedDict or defaultdict that was not executed."""
+    """Return the items of a dict, or of one of its kin in `collections` that was not executed."""
     if isinstance(value, dict):
         return value
     if not isinstance(value, Node) or not value.called or not isinstance(value.function, Global):
         return None
-    if qualified_name(value) in ("collections.OrderedDict", "collections.defaultdict"):
+    name = qualified_name(value)
+    if name in ("collections.OrderedDict", "collections.defaultdict"):
         return dict(value.items)
+    if name == "collections.Counter" and len(value.args) == 1 and isinstance(value.args[0], dict):
+        return value.args[0]
     return None
 
 

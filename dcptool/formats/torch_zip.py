@@ -32,12 +32,21 @@ _WHOLE_NBYTES = 64 << 10
 
 
 class Member(NamedTuple):
-    """One stored member: name without the archive's folder, place of its local header, length, CRC32 (None: none)."""
+    """One member of a zip.
+
+    Attributes:
+        name: without the archive's folder.
+        header_offset: where its local header is, counted from the zip's first byte.
+        nbytes: its length.
+        crc32: its checksum, None where the writer stored none.
+        plain: whether its bytes are stored as they are, neither compressed nor encrypted.
+    """
 
     name: str
     header_offset: int
     nbytes: int
     crc32: int | None
+    plain: bool
 
 
 class TorchZip:
@@ -49,7 +58,6 @@ class TorchZip:
 
     Raises:
         ItemError: it is no zip, or its directory is damaged.
-        UnsupportedError: a feature torch does not write (compression, encryption, several disks).
     """
 
     def __init__(self, read: Read, nbytes: int) -> None:
@@ -73,6 +81,8 @@ class TorchZip:
 
     def data_offset(self, member: Member) -> int:
         """Return where a member's bytes start, counted from the zip's first byte."""
+        if not member.plain:
+            raise UnsupportedError(f"record {member.name!r} of its zip is compressed, which torch.save never does")
         header = _LOCAL.unpack(self.read(member.header_offset, _LOCAL.size))
         if header[0] != b"PK\x03\x04":
             raise ItemError(f"its zip has no header for record {member.name!r} at byte {member.header_offset}")
@@ -127,23 +137,20 @@ class TorchZip:
             header = fields[16]
             if 0xFFFFFFFF in (packed, size, header):
                 size, packed, header = _zip64(data[name_end : name_end + fields[11]], size, packed, header)
-            if method or packed != size:
-                raise UnsupportedError(f"record {name!r} of its zip is compressed, which torch.save never does")
-            if flags & 1:
-                raise UnsupportedError(f"record {name!r} of its zip is encrypted")
-            found.append((name, header, size, checksum))
+            plain = method == 0 and packed == size and not flags & 1
+            found.append((name, header, size, checksum, plain))
             position = name_end + fields[11] + fields[12]
         # With checksums switched off torch writes 0 for all; data.pkl is never empty, so its CRC is never 0.
-        checked = any(checksum for *_, checksum in found)
+        checked = any(checksum for *_, checksum, _ in found)
         folder = next((name[: -len("data.pkl")] for name, *_ in found if name.endswith("/data.pkl")), None)
         if folder is None:
             raise ItemError("its zip has no record data.pkl; torch.save did not write it")
         members = {}
-        for name, header, size, checksum in found:
+        for name, header, size, checksum, plain in found:
             short = name.removeprefix(folder)
             if short in members:
                 raise ItemError(f"its zip has two records {short!r}")
-            members[short] = Member(short, header, size, checksum if checked else None)
+            members[short] = Member(short, header, size, checksum if checked else None, plain)
         return members
 
     def _end(self) -> tuple[int, int, int]:

@@ -1,0 +1,101 @@
+"""Boxes of strided payloads against numpy; how many bytes are read for them; CRCs."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcptool import fill as fill_module
+from dcptool.errors import ItemError
+from dcptool.fill import fill
+from dcptool.model import Extent, Payload, Record
+from dcptool.regions import span
+
+pytestmark = pytest.mark.torchfree
+
+
+class Bytes:
+    """A record in memory that counts what is read of it."""
+
+    def __init__(self, data: bytes, crc32: int | None = None) -> None:
+        self.data = data
+        self.record = Record(Extent("f", 0, len(data)), 0, len(data), "data/0", crc32)
+        self.nbytes_read = 0
+        self.reads = 0
+
+    def read_into(self, record: Record, byte_offset: int, out: memoryview) -> None:
+        assert record is self.record
+        assert byte_offset >= 0
+        assert byte_offset + len(out) <= len(self.data)
+        self.nbytes_read += len(out)
+        self.reads += 1
+        out[:] = self.data[byte_offset : byte_offset + len(out)]
+
+
+@st.composite
+def strided_boxes(draw):
+    ndim = draw(st.integers(0, 4))
+    shape = tuple(draw(st.integers(0, 4)) for _ in range(ndim))
+    strides = tuple(draw(st.sampled_from([0, 1, 2, 3, 5, 8, 20])) for _ in range(ndim))
+    start = tuple(draw(st.integers(0, size)) for size in shape)
+    sizes = tuple(draw(st.integers(0, size - a)) for size, a in zip(shape, start, strict=True))
+    return shape, strides, draw(st.integers(0, 3)), start, sizes, draw(st.sampled_from([8, 64, 1 << 20]))
+
+
+@given(strided_boxes())
+def test_any_box_of_any_strides_equals_numpys(case):
+    shape, strides, storage_offset, start, sizes, window = case
+    stored = np.arange(storage_offset + span(shape, strides) + 3, dtype="<i2")
+    source = Bytes(stored.tobytes(), zlib.crc32(stored.tobytes()))
+    payload = Payload(source.record, "int16", shape, strides, storage_offset)
+    view = np.lib.stride_tricks.as_strided(stored[storage_offset:], shape, [2 * stride for stride in strides])
+    expected = view[(*(slice(a, a + n) for a, n in zip(start, sizes, strict=True)), ...)]
+    out = np.full(sizes, -1, "<i2")
+    small = fill_module.WINDOW_NBYTES, fill_module.SMALL_NBYTES
+    fill_module.WINDOW_NBYTES, fill_module.SMALL_NBYTES = window, window // 4
+    try:
+        fill(payload, source.read_into, start, out)
+    finally:
+        fill_module.WINDOW_NBYTES, fill_module.SMALL_NBYTES = small
+    assert (out == expected).all()
+
+
+@pytest.mark.parametrize("strides", [(1000, 1), (1, 1000)])
+def test_a_flipped_bit_is_found_whenever_the_record_is_read_whole(strides):
+    data = np.arange(1_000_000, dtype="<f4").tobytes()
+    source = Bytes(data[:-1] + b"\x01", zlib.crc32(data))
+    payload = Payload(source.record, "float32", (1000, 1000), strides)
+    with pytest.raises(ItemError, match="bytes were changed since they were saved"):
+        fill(payload, source.read_into, (0, 0), np.empty((1000, 1000), "<f4"))
+    fill(payload, source.read_into, (0, 0), np.empty((10, 10), "<f4"))  # a part proves nothing, and is given
+
+
+def test_conjugate_and_negative_are_undone():
+    stored = np.array([1 + 2j, 3 - 4j], "<c8")
+    source = Bytes(stored.tobytes())
+    out = np.empty(2, "<c8")
+    fill(Payload(source.record, "complex64", (2,), (1,), 0, True, False), source.read_into, (0,), out)
+    assert out.tolist() == stored.conj().tolist()
+    fill(Payload(source.record, "complex64", (2,), (1,), 0, True, True), source.read_into, (0,), out)
+    assert out.tolist() == (-stored.conj()).tolist()
+    half = np.dtype([("real", "<f2"), ("imag", "<f2")])
+    pairs = np.array([(1, 2), (3, -4)], half)
+    source = Bytes(pairs.tobytes())
+    out = np.empty(2, half)
+    fill(Payload(source.record, "complex32", (2,), (1,), 0, True, False), source.read_into, (0,), out)
+    assert out["imag"].tolist() == [-2, 4]
+
+
+def test_a_column_does_not_read_the_whole_and_a_row_reads_only_itself():
+    rows, columns = 4096, 4096
+    source = Bytes(bytes(rows * columns))
+    payload = Payload(source.record, "uint8", (rows, columns), (columns, 1))
+    fill(payload, source.read_into, (17, 0), np.empty((1, columns), np.uint8))
+    assert source.nbytes_read == columns
+    source.nbytes_read = 0
+    fill(payload, source.read_into, (0, 0), np.empty((64, 1), np.uint8))
+    assert source.nbytes_read <= 64 * columns
