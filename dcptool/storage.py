@@ -265,7 +265,9 @@ def _locate_url(url: str) -> Location:
 
 def join(root: str, name: str) -> str:
     """Return the path or URL of a name under a root, as a user would type it."""
-    return f"{root.rstrip('/')}/{name}" if name and name != "." else root
+    if not name:
+        return root
+    return name if root == "." else f"{root.rstrip('/')}/{name}"
 
 
 @contextmanager

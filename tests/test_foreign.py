@@ -108,9 +108,14 @@ def test_damaged_parts_say_so(part):
 
 def test_torch_mislabels_boxes_of_uneven_strided_shards_and_we_name_it():
     checkpoint = dcptool.open(part("mesh2d_strided_uneven").path)
-    with pytest.raises((ItemError, LayoutError), match=r"col\.weight|tall\.weight"):
-        for fqn in checkpoint.tensors:
+    unreadable = set()
+    for fqn in checkpoint.tensors:
+        try:
             checkpoint.read(fqn)
+        except (ItemError, LayoutError) as error:
+            assert "metadata and data are not of the same save" in str(error) or "no chunk holds" in str(error)
+            unreadable.add(fqn)
+    assert {"col.weight", "col.bias"} <= unreadable
 
 
 def test_rank_local_metadata_is_one_view_with_replicas_apart():

@@ -171,7 +171,9 @@ def test_items_built_to_harm(tmp_path):
 def test_paths_that_leave_the_folder(tmp_path):
     data = (SMALL / ".metadata").read_bytes()
     name = b"__0_0.distcp"
-    for index, escape in enumerate([b"../x.distcp\0"[:12], b"/etc/passwd.", b"a/../../bbbb", b"..\\xxxxxxxx\\"[:12], b"C:/windows/x"]):
+    for index, escape in enumerate(
+        [b"../x.distcp\0"[:12], b"/etc/passwd.", b"a/../../bbbb", b"..\\xxxxxxxx\\"[:12], b"C:/windows/x"]
+    ):
         assert len(escape) == len(name)
         folder = with_metadata(tmp_path / str(index), data.replace(name, escape))
         results = outcomes([folder])

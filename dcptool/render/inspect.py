@@ -20,6 +20,8 @@ def to_text(summary: Summary, width: int) -> str:
     blocks = []
     if len(summary.checkpoints) > 1:
         blocks.append(f"{shown(summary.path)} holds {len(summary.checkpoints)} checkpoints")
+    elif summary.checkpoints[0].path != summary.path:
+        blocks.append(f"{shown(summary.path)} holds one checkpoint:")
     blocks += [_checkpoint_text(checkpoint, width) for checkpoint in summary.checkpoints]
     return "\n\n".join(blocks)
 
@@ -152,10 +154,18 @@ def _objects_text(checkpoint: CheckpointSummary, width: int) -> str:
     left = max(map(len, [*names, "object"])) + 2 + max(map(len, [*classes, "class"])) + 2
     room = max(width - left, 30)
     rows = [
-        [name, shown(kind), value(item.value, room) if item.error is None else f"({shown(item.error)[:room]})"]
+        [name, shown(kind), _value_text(item, room)]
         for name, kind, item in zip(names, classes, checkpoint.objects, strict=True)
     ]
     return table(["object", "class", "value"], rows)
+
+
+def _value_text(item: ObjectSummary, room: int) -> str:
+    if item.error is not None:
+        return f"({shown(item.error)})"
+    if isinstance(item.value, plain.Opaque):
+        return "(not decoded)"
+    return value(item.value, room)
 
 
 def _checkpoint_json(checkpoint: CheckpointSummary) -> dict[str, Any]:

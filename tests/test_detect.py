@@ -1,0 +1,164 @@
+"""Which checkpoint a path means: files, folders, parents as frameworks nest them, and things that are none."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+import dcptool
+from dcptool.errors import CheckpointNotFoundError, MetadataError, StorageError, UnsupportedError
+from dcptool.formats.detect import find_parts
+from dcptool.storage import locate
+from tests.conftest import FOREIGN
+from tests.damage import copy, truncate
+
+pytestmark = pytest.mark.torchfree
+
+SMALL = FOREIGN / "w_nodist"
+
+# R03: where frameworks put their DCP folders below the one users think of.
+NESTED = {
+    "accelerate": ["pytorch_model_fsdp_0", "optimizer_0"],
+    "olmo": ["model_and_optim"],
+    "nemo": ["policy/weights/model", "policy/optimizer/optim"],
+    "megatron": ["iter_0000010"],
+    "nemo2": ["weights"],
+    "composer": ["ep1-ba500"],
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_parents_find_their_parts(tmp_path, name):
+    for part in NESTED[name]:
+        copy(SMALL, tmp_path / part)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "rank0.pt").write_bytes(b"x")
+    (tmp_path / ".hidden").mkdir()
+    copy(SMALL, tmp_path / ".hidden" / "x")
+    copy(SMALL, tmp_path / "tmp_save")
+    assert sorted(part.name for part in find_parts(locate(tmp_path))) == sorted(NESTED[name])
+    if len(NESTED[name]) == 1:
+        assert dcptool.open(tmp_path).read("w").shape == (3, 5)
+    else:
+        with pytest.raises(CheckpointNotFoundError, match="holds 2 checkpoints; name one") as caught:
+            dcptool.open(tmp_path)
+        assert all(str(tmp_path / part) in str(caught.value) for part in NESTED[name])
+
+
+def test_metadata_file_itself_means_its_folder():
+    assert dcptool.open(SMALL / ".metadata").read("w").shape == (3, 5)
+    assert "rank-local" in dcptool.open(FOREIGN / "w_no_collectives" / "__1.metadata").flavour
+
+
+def test_a_data_file_names_its_folder():
+    with pytest.raises(UnsupportedError, match=r"one data file of a DCP checkpoint; name its folder"):
+        dcptool.open(SMALL / "__0_0.distcp")
+
+
+# R05: four ways to have no metadata, four different lines.
+def test_r05_missing_empty_truncated_and_text_are_told_apart(tmp_path):
+    for name in ("missing", "empty", "cut", "text"):
+        copy(SMALL, tmp_path / name)
+    (tmp_path / "missing" / ".metadata").rename(tmp_path / "missing" / ".metadata.tmp")
+    truncate(tmp_path / "empty" / ".metadata", 0)
+    truncate(tmp_path / "cut" / ".metadata", 300)
+    (tmp_path / "text" / ".metadata").write_text("version https://git-lfs.github.com/spec/v1\n")
+    for name, error, says in [
+        ("missing", CheckpointNotFoundError, r"\.metadata\.tmp is there: the save never finished"),
+        ("empty", MetadataError, "is empty"),
+        ("cut", MetadataError, "cut short: it ends at byte 300"),
+        ("text", MetadataError, "Git LFS pointer"),
+    ]:
+        with pytest.raises(error, match=says) as caught:
+            dcptool.open(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+
+
+# R52, R69: folders of other software are named, not called damaged.
+@pytest.mark.parametrize(
+    ("file", "says"),
+    [
+        ("metadata.pkl", "metadata.pkl"),
+        ("model_world_size_8_rank_0.pt", "verl"),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed"),
+        ("model.rank_0.pth", "one torch.save file per rank"),
+        (".snapshot_metadata", "torchsnapshot"),
+        ("_CHECKPOINT_METADATA", "Orbax"),
+        ("model.pt", "holds torch.save files; name one"),
+        ("notes.txt", "holds no checkpoint"),
+    ],
+)
+def test_other_formats_are_named(tmp_path, file, says):
+    (tmp_path / file).write_bytes(b"x")
+    with pytest.raises(CheckpointNotFoundError, match=says) as caught:
+        dcptool.open(tmp_path)
+    assert "damaged" not in str(caught.value)
+
+
+def test_files_that_are_none(tmp_path):
+    for name, content, says in [
+        ("a.txt", b"hello", "looks like text"),
+        ("empty.pt", b"", "is empty"),
+        ("page.pt", b"<html>404", "HTML"),
+        ("bare.pkl", b"\x80\x04N.", "bare pickle"),
+        ("cut.safetensors", b"\x10\0\0\0\0\0\0\0{", "cut short"),
+        ("short.safetensors", b"abc", "not a header length"),
+        ("cut.pt", b"PK\x03\x04" + bytes(50), "does not end like a zip"),
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises((MetadataError, UnsupportedError), match=says) as caught:
+            dcptool.open(tmp_path / name)
+        assert name in str(caught.value)
+        assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_an_empty_folder(tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match="is empty"):
+        dcptool.open(tmp_path)
+
+
+def test_a_folder_in_place_of_the_metadata(tmp_path):
+    (tmp_path / "c" / ".metadata").mkdir(parents=True)
+    (tmp_path / "c" / "__0_0.distcp").write_bytes(b"x")
+    with pytest.raises((CheckpointNotFoundError, StorageError)):
+        dcptool.open(tmp_path / "c")
+
+
+def test_metadata_beside_rank_metadata_is_noted(tmp_path):
+    folder = copy(SMALL, tmp_path / "c")
+    shutil.copy(FOREIGN / "w_no_collectives" / "__0.metadata", folder)
+    assert [problem.kind for problem in dcptool.open(folder).problems] == ["two-metadata"]
+
+
+def test_a_missing_rank_of_rank_local_metadata_is_an_error(tmp_path):
+    folder = copy(FOREIGN / "w_no_collectives", tmp_path / "c")
+    (folder / "__0.metadata").unlink()
+    problems = dcptool.open(folder).problems
+    assert [problem.kind for problem in problems] == ["rank-metadata-missing"]
+
+
+def test_safetensors_index_problems(tmp_path):
+    folder = copy(FOREIGN / "hf_consolidated", tmp_path / "c")
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    problems = dcptool.open(folder).problems
+    assert {problem.kind for problem in problems} == {"missing-file"}
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../x.safetensors"}}')
+    with pytest.raises(MetadataError, match="outside the folder; refused"):
+        dcptool.open(folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(MetadataError, match="not an index"):
+        dcptool.open(folder)
+
+
+# R42: everything works on a URL, with ranged reads only.
+def test_r42_urls():
+    import fsspec
+
+    filesystem = fsspec.filesystem("memory")
+    for file in SMALL.iterdir():
+        filesystem.pipe_file(f"/r42/step_1/{file.name}", file.read_bytes())
+    checkpoint = dcptool.open("memory://r42/step_1")
+    assert checkpoint.read("w").tobytes() == dcptool.open(SMALL).read("w").tobytes()
+    assert dcptool.summarize("memory://r42").steps[0].state == "complete"
