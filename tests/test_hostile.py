@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import FOREIGN, ROOT
 from tests.damage import copy, flip_byte, truncate
-from tests.test_screen import BOMBS, DAMAGED
+from tests.test_inert import BOMBS, DAMAGED
 
 pytestmark = pytest.mark.torchfree
 

@@ -8,6 +8,7 @@ from dcptool.errors import ItemError
 from dcptool.formats.torch_zip import TorchZip
 from dcptool.model import Extent, Payload, Record
 from dcptool.pickles import inert, plain
+from dcptool.pickles.standins import qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
 
 
@@ -40,7 +41,7 @@ def tensor_payload(archive: TorchZip, item: Extent) -> Payload:
     root = inert.load(archive.content("data.pkl"))
     view = tensor_view(root)
     if view is None:
-        raise ItemError(f"the metadata says tensor, stored is an object of class {inert.qualified_name(root)}")
+        raise ItemError(f"the metadata says tensor, stored is an object of class {qualified_name(root)}")
     return payload_of(view, archive, item)
 
 

@@ -16,7 +16,7 @@ from dcptool.formats import torch_items
 from dcptool.formats.torch_zip import TorchZip
 from dcptool.model import Chunk, Extent, Payload, Record
 from dcptool.pickles import inert
-from dcptool.pickles.inert import Global, Node, qualified_name
+from dcptool.pickles.standins import Global, Node, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
 from dcptool.storage import Storage, join
 
@@ -117,7 +117,7 @@ def _mapping(value: Any) -> Mapping[Any, Any] | None:
         return None
     name = qualified_name(value)
     if name in ("collections.OrderedDict", "collections.defaultdict"):
-        return dict(value.items)
+        return dict(value.items or ())
     if name == "collections.Counter" and len(value.args) == 1 and isinstance(value.args[0], dict):
         return value.args[0]
     return None

@@ -14,7 +14,7 @@ from typing import Any
 from dcptool import dtypes
 from dcptool.errors import DcptoolError, ItemError
 from dcptool.model import Ints
-from dcptool.pickles.inert import Global, Node, PersistentId, qualified_name
+from dcptool.pickles.standins import Global, Node, PersistentId, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
 from dcptool.regions import is_contiguous
 
@@ -239,14 +239,14 @@ class _Decoder:
 
     def _ordered(self, node: Node, args: list[Any], depth: int) -> Any:
         made = OrderedDict(args[0] if args else ())
-        made.update(self._mapping(node.items, depth))
+        made.update(self._mapping(node.items or (), depth))
         return made
 
     def _counter(self, node: Node, args: list[Any], depth: int) -> Any:
         return Counter(args[0] if args else {})
 
     def _default(self, node: Node, args: list[Any], depth: int) -> Any:
-        return self._mapping(node.items, depth)
+        return self._mapping(node.items or (), depth)
 
     def _array(self, node: Node, args: list[Any], depth: int) -> Any:
         _, shape, dtype, fortran, data = node.state
@@ -307,7 +307,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _Decoder._ordered,
     "collections.Counter": _Decoder._counter,
     "collections.defaultdict": _Decoder._default,
-    "builtins.dict": lambda d, node, args, depth: {**dict(*args), **d._mapping(node.items, depth)},
+    "builtins.dict": lambda d, node, args, depth: {**dict(*args), **d._mapping(node.items or (), depth)},
     "builtins.set": lambda d, node, args, depth: set(*args),
     "builtins.frozenset": lambda d, node, args, depth: frozenset(*args),
     "builtins.bytes": lambda d, node, args, depth: (

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from dcptool import dtypes
 from dcptool.errors import ItemError
 from dcptool.model import Ints
-from dcptool.pickles.inert import Global, Node, PersistentId, qualified_name
+from dcptool.pickles.standins import Global, Node, PersistentId, qualified_name
 from dcptool.regions import span
 
 MAX_NDIM = 64
@@ -62,7 +62,7 @@ def tensor_view(node: Any) -> TensorView | None:
                 return None
             if not isinstance(arguments, tuple):
                 return None
-            node = function(*arguments)
+            node = Node(function, arguments, True)
         elif name in _TENSORS and len(node.args) >= _TENSORS[name]:
             return _rebuilt(name, node.args)
         else:

@@ -19,7 +19,7 @@ from dcptool.errors import MetadataError
 from dcptool.findings import Finding, Severity
 from dcptool.model import Extent, Ints
 from dcptool.pickles import inert
-from dcptool.pickles.inert import Global, Node, qualified_name
+from dcptool.pickles.standins import Global, Node, qualified_name
 from dcptool.pickles.tensors import MAX_NDIM
 from dcptool.regions import Box, volume
 

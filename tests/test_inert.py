@@ -1,4 +1,4 @@
-"""The opcode screen and the inert loader: what they let through, and what pickles built to harm do to them."""
+"""The inert loader: what it makes of pickles, and what pickles built to harm do to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dcptool.errors import MetadataError, UnsafePickleError
 from dcptool.pickles import inert
-from dcptool.pickles.screen import screen
+from dcptool.pickles.standins import qualified_name
 
 pytestmark = pytest.mark.torchfree
 
@@ -38,20 +38,32 @@ def is_native(data: bytes) -> bool:
 @given(VALUES, st.integers(0, 5))
 def test_plain_values_come_back_equal(value, protocol):
     data = pickle.dumps(value, protocol)
-    assert screen(data) == len(data)
+    loaded = inert.load(data)
     if is_native(data):
-        assert inert.load(data) == value
+        assert loaded == value
+        assert list(map(type, flattened(loaded))) == list(map(type, flattened(value)))
+
+
+def flattened(value):
+    """The value and everything in it, depth first."""
+    yield value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from flattened(key)
+            yield from flattened(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from flattened(item)
 
 
 def test_bytes_after_the_end_are_ignored_as_pickle_does():
     data = pickle.dumps([1])
-    assert screen(data + b"junk") == len(data)
     assert inert.load(data + b"junk") == [1]
 
 
 def test_nothing_is_imported_and_nothing_called():
     node = inert.load(b"cos\nsystem\n(S'exit 1'\ntR.")
-    assert inert.qualified_name(node) == "os.system"
+    assert qualified_name(node) == "os.system"
     assert node.called
     assert node.args == ("exit 1",)
 
@@ -95,7 +107,6 @@ BOMBS = {
     + b"h\x00N" * 100_000 + b"u.",
     "tuples in a frozenset": b"\x80\x04(" + doubled_tuples(60)[3:-3] + b"\x91.",
     "extension registry": b"\x80\x04\x82\x01.",
-    "too many globals": b"\x80\x04" + b"".join(b"cm\nn%d\n0" % i for i in range(20_000)) + b"N.",
 }  # fmt: skip
 
 

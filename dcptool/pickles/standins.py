@@ -1,0 +1,70 @@
+"""What a pickle is loaded into instead of what it names.
+
+Every name becomes a `Global`, every call or instance a `Node` that remembers how it was made, every persistent id a
+`PersistentId`; numbers, strings and containers are themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MOVED = {"__builtin__": "builtins", "pathlib._local": "pathlib", "exceptions": "builtins"}
+
+
+class Global:
+    """Stand-in for an imported name; one per distinct name of a pickle."""
+
+    __slots__ = ("module", "name")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __repr__(self) -> str:
+        return qualified_name(self)
+
+
+class Node:
+    """Stand-in for the result of a call, or for an instance.
+
+    Attributes:
+        function: a `Global`, or the node that was called.
+        args, kwargs: what it was called with.
+        called: True for `function(*args)`, False for `function.__new__(function, *args)`.
+        state: what BUILD was given, None if it was not.
+        items: (key, value) pairs set on it, None if none were.
+        appended: values appended to it, None if none were.
+    """
+
+    __slots__ = ("appended", "args", "called", "function", "items", "kwargs", "state")
+
+    def __init__(
+        self, function: Any, args: tuple[Any, ...], called: bool, kwargs: dict[str, Any] | None = None
+    ) -> None:
+        self.function, self.args, self.called, self.kwargs = function, args, called, kwargs
+        self.state: Any = None
+        self.items: list[tuple[Any, Any]] | None = None
+        self.appended: list[Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<{qualified_name(self)}>"
+
+
+class PersistentId:
+    """Stand-in for an object kept outside the pickle; torch's storages are these."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def qualified_name(value: Any) -> str:
+    """Return `module.name` of a `Global`, or of the function behind a node; a type's own name for the rest.
+
+    Names that moved are given where they live today: `__builtin__` is `builtins`, `pathlib._local` is `pathlib`.
+    """
+    while isinstance(value, Node):
+        value = value.function
+    if isinstance(value, Global):
+        return f"{_MOVED.get(value.module, value.module)}.{value.name}"
+    return type(value).__name__
