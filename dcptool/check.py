@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from dcptool.checkpoint import Checkpoint
 from dcptool.chunks import FileUse
@@ -29,6 +29,7 @@ def file_problems(checkpoint: Checkpoint) -> list[Finding]:
             message = f"{name} is cut short: {nbytes:,} bytes of at least {use.end:,}; it should hold {lost}"
             span = (nbytes, use.end)
             problems.append(Finding("short-file", Severity.ERROR, message, name, byte_range=span, next_step=_GET_FILES))
+    problems += _leftovers(checkpoint, usage)
     if missing:
         ranks = {rank for name in missing if (rank := data_file_rank(name)) is not None}
         names = missing[0] if len(missing) == 1 else f"{len(missing)} of {len(usage)} files"
@@ -38,6 +39,21 @@ def file_problems(checkpoint: Checkpoint) -> list[Finding]:
         where = missing[0] if len(missing) == 1 else None
         problems.insert(0, Finding("missing-file", Severity.ERROR, message, where, next_step=_GET_FILES))
     return problems
+
+
+def _leftovers(checkpoint: Checkpoint, usage: Mapping[str, FileUse]) -> list[Finding]:
+    """Note data files with content that the metadata does not name; empty ones are those of idle ranks."""
+    left = sorted(
+        name
+        for name, nbytes in checkpoint.files.items()
+        if nbytes and name not in usage and data_file_rank(name) is not None
+    )
+    if not left:
+        return []
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    nbytes = sum(checkpoint.files[name] for name in left)
+    message = f"{left[0]}{more} ({nbytes:,} bytes) are not named by the metadata: left by an older or wider save"
+    return [Finding("leftover-files", Severity.NOTE, message, left[0])]
 
 
 def _lost(uses: Sequence[FileUse], total: int) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dcptool import dtypes
 from dcptool.chunks import Chunks, ChunkTable, FileUse
-from dcptool.errors import DcptoolError, ItemError, LayoutError
+from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
 from dcptool.fill import fill, numpy_empty
 from dcptool.findings import Finding
 from dcptool.model import Chunk, Extent, Ints, Payload, Record
@@ -85,7 +85,7 @@ class Checkpoint(Mapping[str, Entry]):
         entries: fqn → entry, in the order of the metadata.
         files: name → size in bytes of every file next to the metadata, referenced or not.
         table: the columns behind all chunks.
-        problems: what is wrong with the metadata itself; the rest of it is usable.
+        problems: what is wrong with the metadata itself; the rest of it is usable. Missing files show in `summarize`.
         extra: what the format's records hold beyond dcptool's model, by attribute name.
     """
 
@@ -186,10 +186,17 @@ class Checkpoint(Mapping[str, Entry]):
     def read_torch(
         self, fqn: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Read a tensor, or a box of it, into a new CPU torch.Tensor of its own dtype; see `read`."""
-        import numpy as np
-        import torch
+        """Read a tensor, or a box of it, into a new CPU torch.Tensor of its own dtype; arguments and errors as `read`.
 
+        Raises:
+            UnsupportedError: torch is not installed.
+        """
+        import numpy as np
+
+        try:
+            import torch
+        except ImportError:
+            raise UnsupportedError("read_torch needs torch: pip install 'dcptool[torch]'") from None
         array_ = self.read(fqn, offsets, sizes)
         dtype = getattr(torch, self._tensor(fqn).dtype, None)
         if dtype is None:
@@ -207,7 +214,9 @@ class Checkpoint(Mapping[str, Entry]):
             ItemError, StorageError, MetadataError: it cannot be read.
         """
         entry = self.entries.get(fqn)
-        if not isinstance(entry, ObjectEntry):
+        if isinstance(entry, TensorEntry):
+            raise LayoutError(f"{self.path}: {fqn!r} is a tensor, not an object; use read()")
+        if entry is None:
             raise LayoutError(f"{self.path} has no object {fqn!r}{self._similar(fqn)}")
         return self._named(entry, None, self.source.value, entry)
 

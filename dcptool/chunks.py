@@ -99,6 +99,9 @@ class Chunks(Sequence[Chunk]):
     def __len__(self) -> int:
         return self._count
 
+    def __repr__(self) -> str:
+        return f"<{self._count} chunks>"
+
     @overload
     def __getitem__(self, index: int) -> Chunk: ...
     @overload

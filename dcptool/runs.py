@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from dcptool.errors import CheckpointNotFoundError
+from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.steps import in_step_order
-from dcptool.storage import Location, Storage, join, locate
+from dcptool.storage import Location, Storage, join
 
 _WRAPPER_DEPTH = 2
 
 
 class Run(NamedTuple):
-    """A run directory: its path and its steps' names, lowest step first."""
+    """A run directory: its path, its place below the folder looked at, and its steps' names, lowest step first."""
 
     path: str
+    folder: str
     steps: tuple[str, ...]
+
+    def holds(self, name: str) -> bool:
+        """Tell whether a path below the folder looked at is one of the steps, or in one."""
+        inside = name.removeprefix(f"{self.folder}/") if self.folder else name
+        return (not self.folder or inside != name) and inside.partition("/")[0] in self.steps
 
 
 def find_run(location: Location) -> Run | None:
@@ -33,22 +39,17 @@ def find_run(location: Location) -> Run | None:
         runs = {folder: in_step_order(names) for folder, names in folders.items() if in_step_order(names)}
         if len(runs) == 1:
             folder, steps = next(iter(runs.items()))
-            return Run(join(storage.root, folder), tuple(steps))
+            return Run(join(storage.root, folder), folder, tuple(steps))
         if runs or depth == _WRAPPER_DEPTH:
             return None
         level = [f"{folder}/{name}" if folder else name for folder, names in folders.items() for name in names][:50]
     return None
 
 
-def open_step(run: Run, name: str) -> Location:
-    """Return the location of one step of a run."""
-    return locate(join(run.path, name))
-
-
 def _folders(storage: Storage, folder: str) -> list[str]:
     try:
         entries = storage.entries(folder)
-    except CheckpointNotFoundError:
+    except (CheckpointNotFoundError, StorageError):
         if not folder:
             raise
         return []

@@ -122,7 +122,7 @@ class LocalStorage:
             while done < len(out):
                 count = os.preadv(descriptor, [out[done:]], byte_offset + done)
                 if count == 0:
-                    raise _too_short(path, byte_offset, len(out), byte_offset + done)
+                    raise _too_short(path, byte_offset, len(out), os.fstat(descriptor).st_size)
                 done += count
 
     def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
@@ -136,7 +136,7 @@ class LocalStorage:
             while nbytes:
                 piece = os.pread(descriptor, nbytes, byte_offset)
                 if not piece:
-                    raise _too_short(path, byte_offset, nbytes, byte_offset)
+                    raise _too_short(path, byte_offset, nbytes, os.fstat(descriptor).st_size)
                 pieces.append(piece)
                 byte_offset += len(piece)
                 nbytes -= len(piece)
@@ -230,14 +230,21 @@ def locate(path: str | os.PathLike[str]) -> Location:
         UnsupportedError: no library for that kind of URL is installed.
     """
     text = os.fspath(path)
+    if not text:
+        raise CheckpointNotFoundError("the path is empty")
     if text.startswith("file://") and "::" not in text:
         text = text.removeprefix("file://")
     if "://" in text or "::" in text:
         return _locate_url(text)
     if "\0" in text:
         raise CheckpointNotFoundError(f"{text!r} cannot be a path: it has a NUL character")
-    with _translated(text):
-        found = os.stat(text)
+    if text.startswith("~") and not os.path.exists(text):
+        text = os.path.expanduser(text)
+    try:
+        with _translated(text):
+            found = os.stat(text)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(f"{error}{_similar(text)}") from error
     if stat.S_ISDIR(found.st_mode):
         return Location(LocalStorage(text.rstrip("/") or "/"), None)
     folder, name = os.path.split(text)
@@ -256,17 +263,36 @@ def _locate_url(url: str) -> Location:
         extra = _URL_EXTRAS.get(protocol)
         hint = f"pip install 'dcptool[{extra}]'" if extra else "install the fsspec implementation of that protocol"
         raise UnsupportedError(f"{url}: {error}\n{hint}") from error
-    url = url.rstrip("/")
+    url = url if url.endswith("://") else url.rstrip("/")
     if found["type"] == "directory":
         return Location(FsspecStorage(filesystem, url, path), None)
     folder, _, name = path.rstrip("/").rpartition("/")
     return Location(FsspecStorage(filesystem, url.rpartition("/")[0], folder), name)
 
 
+def _similar(path: str) -> str:
+    """Return what to say about a missing path: the part of it that exists, and a name there that is like it."""
+    parent, _, name = path.rstrip("/").rpartition("/")
+    parent = parent or ("/" if path.startswith("/") else ".")
+    if not os.path.isdir(parent):
+        while parent and not os.path.isdir(parent):
+            parent = os.path.dirname(parent)
+        return f"; {parent} exists" if parent not in ("", "/") else ""
+    import difflib
+
+    try:
+        close = difflib.get_close_matches(name, os.listdir(parent), 1)
+    except OSError:
+        close = []
+    return f"; did you mean {join(parent, close[0])}?" if close else ""
+
+
 def join(root: str, name: str) -> str:
     """Return the path or URL of a name under a root, as a user would type it."""
     if not name:
         return root
+    if root.endswith("://"):
+        return root + name
     return name if root == "." else f"{root.rstrip('/')}/{name}"
 
 
@@ -282,7 +308,7 @@ def _translated(path: str, missing: type[DcptoolError] = CheckpointNotFoundError
     except NotADirectoryError as error:
         raise missing(f"{path}: a part of this path is a file, not a folder") from error
     except PermissionError as error:
-        raise StorageError(f"{path}: permission denied; read access is needed") from error
+        raise StorageError(f"{path}: permission denied; it needs read access, and its folders search access") from error
     except (ValueError, ImportError):
         raise  # a malformed URL or a missing library: the caller knows what to say
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -13,8 +14,6 @@ import dcptool
 from tests.conftest import FOREIGN, PARTS, ROOT
 from tests.damage import copy, truncate
 
-pytestmark = pytest.mark.torchfree
-
 
 def run(*args, env=None, **kwargs):
     command = [sys.executable, "-m", "dcptool", *map(str, args)]
@@ -22,6 +21,7 @@ def run(*args, env=None, **kwargs):
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False, **kwargs)
 
 
+@pytest.mark.torchfree
 def test_a_checkpoint():
     done = run("inspect", "fixtures/foreign/xver_t2130")
     assert (done.returncode, done.stderr) == (0, "")
@@ -56,6 +56,7 @@ def test_selection_and_depth():
 
 
 # R64: a schema other programs can rely on.
+@pytest.mark.torchfree
 def test_r64_json():
     done = run("inspect", "fixtures/foreign/xver_t2130", "--json", "--chunks")
     document = json.loads(done.stdout)
@@ -99,23 +100,27 @@ def test_every_foreign_checkpoint_shows_as_text_and_json(part):
 
 def test_a_run_directory_gives_a_row_per_step_and_the_next_command():
     done = run("inspect", "fixtures/foreign/run_crashed")
-    assert done.returncode == 0
-    rows = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines() if line.startswith("step_")}
+    assert done.returncode == 1  # four of the five steps are not whole
+    rows = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines() if re.match(r"step_\d+ ", line)}
     assert rows == dict.fromkeys(["step_200", "step_300", "step_400", "step_500"], "incomplete") | {
         "step_100": "complete"
     }
-    assert "__1_0.distcp (rank 1) is missing: it held 17 items, 71% of the bytes" in done.stdout
+    assert "step_200: __1_0.distcp (rank 1) is missing: it held 17 items, 71% of the bytes\n" in done.stdout
     assert done.stdout.splitlines()[-1] == (
         "newest complete step: dcptool inspect fixtures/foreign/run_crashed/ckpt/step_100"
     )
     document = json.loads(run("inspect", "fixtures/foreign/run_crashed", "--json").stdout)
     assert [step["state"] for step in document["steps"]] == ["complete"] + ["incomplete"] * 4
+    step = document["steps"][4]
+    assert (step["n_entries"], step["n_files"]) == (None, 3)
+    assert step["nbytes"] > 4858
 
 
 def test_a_parent_shows_all_its_parts():
     done = run("inspect", "fixtures/foreign/accelerate_fsdp2")
     assert done.returncode == 0
-    assert done.stdout.startswith("fixtures/foreign/accelerate_fsdp2 holds 2 checkpoints")
+    assert done.stdout.startswith("fixtures/foreign/accelerate_fsdp2 holds 2 checkpoints; name one")
+    assert "layout" not in done.stdout
     assert "accelerate_fsdp2/optimizer_0\n" in done.stdout
     assert "accelerate_fsdp2/pytorch_model_fsdp_0\n" in done.stdout
 
@@ -132,8 +137,14 @@ def test_wrong_usage_exits_2(arguments):
     ("path", "says"),
     [
         ("nowhere", "error: nowhere: no such file or directory\n"),
-        ("README.md", "error: README.md is no checkpoint: it is not a pickle (it looks like text)\n"),
-        ("dcptool", "error: dcptool holds no checkpoint (no .metadata, no __R_N.distcp, no safetensors)\n"),
+        ("README.md", "error: README.md is no checkpoint: it is not a pickle: it looks like text\n"),
+        (
+            "dcptool",
+            (
+                "error: dcptool holds no checkpoint, nor do its folders 3 levels down "
+                "(no .metadata, no __R_N.distcp, no safetensors)\n"
+            ),
+        ),
         (
             "fixtures/foreign/w_nodist/__0_0.distcp",
             "error: fixtures/foreign/w_nodist/__0_0.distcp is one data file of a DCP checkpoint; "
@@ -202,3 +213,103 @@ def test_a_bug_is_called_one(monkeypatch, capsys):
         main(["inspect", "x"])
     assert done.value.code == 70
     assert "this is a bug in dcptool: RuntimeError: boom" in capsys.readouterr().err
+
+
+# What somebody with a dead job ran into: the answer must not look better than it is.
+
+
+def test_zeros_in_place_of_a_shard_are_an_error(tmp_path):
+    folder = copy(FOREIGN / "ddp", tmp_path / "c")
+    for file in folder.glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    done = run("inspect", folder)
+    assert done.returncode == 1
+    assert "its bytes are zeros: they never reached the disk" in done.stdout
+    checkpoint = dcptool.open(folder)
+    for read, names in ((checkpoint.read, checkpoint.tensors), (checkpoint.value, checkpoint.objects)):
+        with pytest.raises(dcptool.checkpoint.DcptoolError, match="its bytes are zeros"):
+            read(next(iter(names)))
+
+
+def test_a_model_file_does_not_hide_the_steps_beside_it(tmp_path):
+    run_dir = copy(FOREIGN / "trainer_fsdp2", tmp_path / "run")
+    model = FOREIGN / "hf_consolidated" / "model-00002-of-00002.safetensors"
+    (run_dir / "model.safetensors").write_bytes(model.read_bytes())
+    copy(FOREIGN / "w_nodist", run_dir / "best")
+    done = run("inspect", run_dir)
+    assert "is a run directory with 1 step" in done.stdout
+    assert (
+        f"also here:\n  dcptool inspect {run_dir}/model.safetensors\n  dcptool inspect {run_dir}/best\n" in done.stdout
+    )
+
+
+def test_one_bad_checkpoint_does_not_hide_the_good_ones(tmp_path):
+    folder = copy(FOREIGN / "accelerate_fsdp2", tmp_path / "c")
+    truncate(folder / "optimizer_0" / ".metadata", 100)
+    done = run("inspect", folder)
+    assert done.returncode == 1
+    assert "pytorch_model_fsdp_0\n" in done.stdout
+    assert f"error: {folder}/optimizer_0/.metadata: the pickle is cut short" in done.stdout
+    document = json.loads(run("inspect", folder, "--json").stdout)
+    assert document["errors"][0]["path"] == f"{folder}/optimizer_0"
+
+
+def test_without_any_complete_step_it_says_so(tmp_path):
+    folder = copy(FOREIGN / "run_crashed" / "ckpt", tmp_path / "run")
+    for file in folder.glob("step_[123]00/__0_0.distcp"):
+        file.unlink()
+    done = run("inspect", folder)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == f"no complete step; the newest that opens: dcptool inspect {folder}/step_300"
+
+
+def test_files_of_an_older_save_do_not_count(tmp_path):
+    folder = copy(FOREIGN / "ddp", tmp_path / "c")
+    (folder / "__7_0.distcp").write_bytes(b"older")
+    done = run("inspect", folder)
+    assert done.returncode == 0
+    assert "world size  2" in done.stdout
+    assert "note: __7_0.distcp (5 bytes) are not named by the metadata: left by an older or wider save" in done.stdout
+
+
+def test_a_missing_file_is_marked_where_its_chunks_are_listed(tmp_path):
+    folder = copy(FOREIGN / "xver_t2130", tmp_path / "c")
+    (folder / "__1_0.distcp").unlink()
+    truncate(folder / "__2_0.distcp", 100)
+    done = run("inspect", folder, "--chunks", "--keys", "model.emb.weight")
+    assert len(re.findall(r"__1_0\.distcp:\d+\+\d+  MISSING\n", done.stdout)) == 1
+    assert len(re.findall(r"__2_0\.distcp:\d+\+\d+  BEYOND THE END\n", done.stdout)) == 1
+
+
+def test_exact_names_select_and_beginnings_are_explained():
+    assert dcptool.summarize(FOREIGN / "xver_t2130", keys="model.ema").checkpoints[0].tensors[0].fqn == "model.ema"
+    done = run("inspect", "fixtures/foreign/xver_t2130", "--keys", "model.block")
+    assert done.stderr == "error: no entry is named 'model.block'; for those that begin so: --keys 'model.block*'\n"
+    done = run("inspect", "fixtures/foreign/run_crashed", "--chunks")
+    assert done.stderr.startswith("note: a run directory shows its steps")
+
+
+def test_mistakes_get_a_next_step(tmp_path):
+    assert run("inspect", "fixtures/foreign/xver_t213").stderr == (
+        "error: fixtures/foreign/xver_t213: no such file or directory; did you mean fixtures/foreign/xver_t2130?\n"
+    )
+    assert run("inspect", "fixtures/nope/a/b").stderr.endswith("; fixtures exists\n")
+    assert run("inspect", "").stderr == "error: the path is empty\n"
+    done = run("fixtures/foreign/ddp")
+    assert done.returncode == 2
+    assert "did you mean: dcptool inspect fixtures/foreign/ddp" in done.stderr
+    document = json.loads(run("inspect", "nowhere", "--json").stdout)
+    assert document["errors"][0]["message"] == "nowhere: no such file or directory"
+
+
+def test_a_full_disk_is_not_a_bug():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "dcptool", "inspect", "fixtures/foreign/ddp"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (3, "error: cannot write the output: No space left on device\n")
+
+
+def test_lines_of_a_message_cannot_pass_for_others(tmp_path):
+    (tmp_path / "x\nerror: all is lost").mkdir()
+    done = run("inspect", tmp_path / "x\nerror: all is lost")
+    assert not re.search(r"^error: all is lost", done.stderr, re.MULTILINE)

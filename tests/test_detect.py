@@ -86,7 +86,7 @@ def test_r05_missing_empty_truncated_and_text_are_told_apart(tmp_path):
         ("model.rank_0.pth", "one torch.save file per rank"),
         (".snapshot_metadata", "torchsnapshot"),
         ("_CHECKPOINT_METADATA", "Orbax"),
-        ("model.pt", "holds torch.save files; name one"),
+        ("model.pt", "holds torch.save files \\(model.pt\\); name one"),
         ("notes.txt", "holds no checkpoint"),
     ],
 )

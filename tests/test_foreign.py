@@ -140,7 +140,7 @@ def test_errors_of_the_reader_are_helpful():
         checkpoint.read(fqn, (0,))
     with pytest.raises(LayoutError, match="is an object, not a tensor"):
         checkpoint.read(next(iter(checkpoint.objects)))
-    with pytest.raises(LayoutError, match="has no object"):
+    with pytest.raises(LayoutError, match="is a tensor, not an object"):
         checkpoint.value(fqn)
 
 

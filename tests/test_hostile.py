@@ -18,8 +18,6 @@ from tests.conftest import FOREIGN, ROOT
 from tests.damage import copy, flip_byte, truncate
 from tests.test_inert import BOMBS, DAMAGED
 
-pytestmark = pytest.mark.torchfree
-
 CHILD = r"""
 import json, resource, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -109,6 +107,7 @@ class Evil:
         return (os.system, ("touch executed",))
 
 
+@pytest.mark.torchfree
 def test_metadata_that_is_none(tmp_path):
     texts = {
         "empty": b"",

@@ -102,7 +102,7 @@ BOMBS = {
     "tuples nested to overflow the stack": nested_tuples(1_000_000),
     "tuples nested a little too deep": nested_tuples(300),
     "tuples that double": doubled_tuples(60),
-    "one long tuple hashed often": b"\x80\x04(" + b"K\x01" * 20_000 + b"t\x94}(" + b"h\x00N" * 100_000 + b"u.",
+    "one long tuple hashed often": b"\x80\x04(" + b"K\x01" * 5_000 + b"t\x94}(" + b"h\x00N" * 30_000 + b"u.",
     "one long number hashed often": b"\x80\x04\x8b\x40\x0d\x03\x00" + b"\x01" * 200_000 + b"\x94}("
     + b"h\x00N" * 100_000 + b"u.",
     "tuples in a frozenset": b"\x80\x04(" + doubled_tuples(60)[3:-3] + b"\x91.",

@@ -16,7 +16,6 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```console\n\$ (.*?)\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.torchfree
 @pytest.mark.parametrize(("command", "output"), BLOCKS, ids=[command for command, _ in BLOCKS])
 def test_console_blocks_are_real(command, output):
     program, *arguments = shlex.split(command)
@@ -33,7 +32,6 @@ def test_console_blocks_are_real(command, output):
 
 
 def test_python_blocks_run():
-    pytest.importorskip("torch")
     for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         subprocess.run([sys.executable, "-c", block], cwd=ROOT, check=True, capture_output=True)
 
@@ -50,7 +48,6 @@ def test_every_option_is_documented():
                     assert f"`{option}" in README, option
 
 
-@pytest.mark.torchfree
 def test_completion_works():
     environment = {
         **os.environ,

@@ -24,6 +24,14 @@ EXIT_BUG = 70
 class _Group(click.Group):
     """Turns whatever a command raises into the documented exit codes."""
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Tell somebody who gave a path and no command what they meant."""
+        if args and args[0] not in self.commands and os.path.exists(args[0]):
+            raise click.UsageError(f"a path needs a command before it; did you mean: dcptool inspect {args[0]}", ctx)
+        return super().resolve_command(ctx, args)
+
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
@@ -49,6 +57,9 @@ class _Group(click.Group):
             # Whoever read our output has seen enough; do not complain when Python flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
+        except OSError as error:  # of our own output: what the library meets, it translates
+            _complain(f"cannot write the output: {error.strerror or error}")
+            code = EXIT_FAILED
         except Exception as error:
             if debug:
                 raise
@@ -61,8 +72,8 @@ class _Group(click.Group):
 def _complain(message: str) -> None:
     from dcptool.render.text import shown
 
-    first, *rest = message.splitlines() or [""]
-    click.echo("\n".join([f"error: {shown(first)}", *map(shown, rest)]), err=True)
+    # Later lines are indented, so that a name with a newline in it cannot pass for a message of its own.
+    click.echo("\n  ".join(map(shown, f"error: {message}".splitlines())), err=True)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dcptool.cli import options
 
 
 @click.command(epilog="Example: dcptool inspect ckpt/step_500 --keys 'model.*' --chunks")
-@click.argument("path")
+@click.argument("path", type=click.Path())
 @click.option("--chunks", is_flag=True, help="List every tensor's boxes and where they are stored.")
 @click.option(
     "--depth", type=click.IntRange(0), default=1, show_default=True, help="Parts of a name that make a group."
@@ -25,15 +27,23 @@ def inspect(
 
     Exits 1 if something is missing or damaged.
     """
+    from dcptool.errors import DcptoolError
     from dcptool.summary import summarize
 
-    summary = summarize(path, keys=keys, exclude=exclude, chunks=chunks, depth=depth)
+    try:
+        summary = summarize(path, keys=keys, exclude=exclude, chunks=chunks, depth=depth)
+    except DcptoolError as error:
+        if as_json and not quiet:
+            _print_json(
+                {"schema": 1, "path": path, "checkpoints": [], "errors": [{"path": path, "message": str(error)}]}
+            )
+        raise
+    if summary.steps and (keys or exclude or chunks):
+        click.echo("note: a run directory shows its steps; --keys, --exclude and --chunks need one of them", err=True)
     if as_json and not quiet:
-        import json
-
         from dcptool.render.inspect import to_json
 
-        click.echo(json.dumps(to_json(summary), indent=2, allow_nan=False))
+        _print_json(to_json(summary))
     elif not quiet:
         import shutil
 
@@ -41,3 +51,9 @@ def inspect(
 
         click.echo(to_text(summary, shutil.get_terminal_size((120, 40)).columns))
     return 0 if summary.good else 1
+
+
+def _print_json(document: dict[str, Any]) -> None:
+    import json
+
+    click.echo(json.dumps(document, indent=2, allow_nan=False))

@@ -38,6 +38,11 @@ class Part(NamedTuple):
     name: str
     kind: str
 
+    @property
+    def is_dcp(self) -> bool:
+        """Whether it is a DCP directory, with or without its metadata."""
+        return self.kind.startswith("DCP")
+
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open the one checkpoint at a path without torch and without executing a pickle; only its metadata is read.
@@ -63,7 +68,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if location.file is not None:
         return _open_file(location.storage, location.file)
     parts = find_parts(location)
-    if len(parts) == 1:
+    if len(parts) == 1 or any(part.name == "" for part in parts):
         return open_part(location, parts[0].name)
     if not parts:
         raise CheckpointNotFoundError(not_a_checkpoint(location))
@@ -76,12 +81,27 @@ def open_part(location: Location, name: str) -> Checkpoint:
     storage = location.storage
     if name:
         storage = locate(join(storage.root, name)).storage
-    files = _files(storage)
+    files = part_files(Location(storage, None), "")
     if is_dcp(files):
         return open_dcp(storage, files)
     if any(file.endswith((SUFFIX, INDEX_SUFFIX)) for file in files):
         return open_safetensors(storage, files)
     raise CheckpointNotFoundError(not_a_checkpoint(Location(storage, None)))
+
+
+def part_files(location: Location, name: str) -> dict[str, int]:
+    """Return name → size in bytes of the files of a part."""
+    prefix = f"{name}/" if name else ""
+    entries = location.storage.entries(name)
+    return {entry.name.removeprefix(prefix): entry.nbytes for entry in entries if not entry.is_dir}
+
+
+def part_path(location: Location, part: Part) -> str:
+    """Return the path that opens a part; for safetensors beside other things, its index or first file."""
+    files = part_files(location, part.name) if not part.name and not part.is_dcp else {}
+    name = min((file for file in files if file.endswith((INDEX_SUFFIX, SUFFIX))), key=len, default=part.name)
+    index = next((file for file in files if file.endswith(INDEX_SUFFIX)), name)
+    return join(location.storage.root, index)
 
 
 def kind_of(files: Mapping[str, int]) -> str | None:
@@ -98,9 +118,10 @@ def kind_of(files: Mapping[str, int]) -> str | None:
 
 
 def find_parts(location: Location) -> list[Part]:
-    """Find the checkpoints at a folder: itself, or else those in its subfolders, at most MAX_PART_DEPTH deep.
+    """Find the checkpoints at a folder, the folder itself first, and in its subfolders at most MAX_PART_DEPTH deep.
 
-    A checkpoint's own subfolders are not looked at, nor are hidden and temporary ones.
+    A DCP directory's own subfolders are not looked at, nor are hidden and temporary ones. A subfolder that cannot be
+    listed is a part too, so that opening it says why.
     """
     storage = location.storage
     parts: list[Part] = []
@@ -114,14 +135,19 @@ def find_parts(location: Location) -> list[Part]:
                 if not folder:
                     raise
                 continue
+            except StorageError:
+                if not folder:
+                    raise
+                parts.append(Part(folder, "cannot be listed"))
+                continue
             prefix = f"{folder}/" if folder else ""
             files = {entry.name.removeprefix(prefix): entry.nbytes for entry in entries if not entry.is_dir}
             kind = kind_of(files)
             if kind:
                 parts.append(Part(folder, kind))
-                if depth == 0:
+                if depth == 0 and is_dcp(files):
                     return parts
-            else:
+            if not kind or (depth == 0 and not is_dcp(files)):
                 deeper += [entry.name for entry in entries if entry.is_dir and not _is_hidden(entry.name)]
         level = deeper
     return parts
@@ -129,7 +155,7 @@ def find_parts(location: Location) -> list[Part]:
 
 def not_a_checkpoint(location: Location) -> str:
     """Say what a folder without a checkpoint looks like and what to do, one or two lines."""
-    files = _files(location.storage)
+    files = part_files(location, "")
     root = location.storage.root
     for pattern, (meaning) in _OTHER_TOOLS:
         found = next((name for name in sorted(files) if pattern.fullmatch(name)), None)
@@ -138,14 +164,14 @@ def not_a_checkpoint(location: Location) -> str:
             return f"{root} is no DCP checkpoint: {found} looks like {what}.\n{tool} reads it."
     single = [name for name in sorted(files) if name.endswith(_TORCH_SUFFIXES)]
     if single:
-        return f"{root} is no DCP checkpoint, but holds torch.save files; name one: {join(root, single[0])}"
+        listed = ", ".join(single[:5]) + (", …" if len(single) > 5 else "")
+        return f"{root} is no DCP checkpoint, but holds torch.save files ({listed}); name one: {join(root, single[0])}"
     if not files and not location.storage.entries():
         return f"{root} is empty: no checkpoint in it"
-    return f"{root} holds no checkpoint (no .metadata, no __R_N.distcp, no safetensors)"
-
-
-def _files(storage: Storage) -> dict[str, int]:
-    return {entry.name: entry.nbytes for entry in storage.entries() if not entry.is_dir}
+    return (
+        f"{root} holds no checkpoint, nor do its folders {MAX_PART_DEPTH} levels down "
+        "(no .metadata, no __R_N.distcp, no safetensors)"
+    )
 
 
 def _is_hidden(folder: str) -> bool:
@@ -159,11 +185,11 @@ def _open_file(storage: Storage, name: str) -> Checkpoint:
     if nbytes is None:
         raise StorageError(f"{path} is not a regular file")
     if name == METADATA or name in rank_metadata({name: 0}):
-        return open_dcp(storage, _files(storage))
+        return open_dcp(storage, part_files(Location(storage, None), ""))
     if data_file_rank(name) is not None:
         raise UnsupportedError(f"{path} is one data file of a DCP checkpoint; name its folder: {storage.root}")
     if name.endswith(INDEX_SUFFIX):
-        return open_safetensors(storage, _files(storage), name)
+        return open_safetensors(storage, part_files(Location(storage, None), ""), name)
     start = storage.read(name, 0, min(nbytes, 512))
     if start.startswith(b"PK\x03\x04"):
         return open_torch_save(storage, name, nbytes)
@@ -177,5 +203,5 @@ def _open_file(storage: Storage, name: str) -> Checkpoint:
     try:
         check_pickle_start(start)
     except MetadataError as error:
-        raise MetadataError(f"{path} is no checkpoint: {str(error).partition('; a DCP')[0]}") from None
+        raise MetadataError(f"{path} is no checkpoint: {error}") from None
     raise UnsupportedError(f"{path} is a bare pickle, not a checkpoint; pickletools shows what is in it")

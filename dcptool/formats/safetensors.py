@@ -73,6 +73,7 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
     if weight_map is not None:
         problems += _index_problems(index, weight_map, parts, headers)
     sharded = any(header.saved_offsets for header in headers.values())
+    own = {file: nbytes for file, nbytes in files.items() if file in headers or file == index}
     table = ChunkTable()
     entries: dict[str, Entry] = {}
     for fqn, chunks in parts.items():
@@ -84,7 +85,7 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
     if index:
         evidence.append(index)
     return Checkpoint(
-        storage.root, name, "safetensors", flavour, tuple(evidence), entries, dict(files), table, storage,
+        storage.root, name, "safetensors", flavour, tuple(evidence), entries, own, table, storage,
         SafetensorsSource(storage), tuple(problems),
         {"metadata": {file: header.metadata for file, header in headers.items()}},
     )  # fmt: skip

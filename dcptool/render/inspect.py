@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from dcptool.pickles import plain
@@ -15,14 +16,16 @@ MAX_SHOWN_PROBLEMS = 10
 
 def to_text(summary: Summary, width: int) -> str:
     """Return the report for a terminal of `width` columns; names are never cut, values may be."""
-    if summary.steps:
-        return _run_text(summary)
-    blocks = []
-    if len(summary.checkpoints) > 1:
-        blocks.append(f"{shown(summary.path)} holds {len(summary.checkpoints)} checkpoints")
-    elif summary.checkpoints[0].path != summary.path:
+    blocks = [_run_text(summary)] if summary.steps else []
+    count = len(summary.checkpoints) + len(summary.errors)
+    if count > 1:
+        blocks.append(f"{shown(summary.path)} holds {count} checkpoints; name one to see its tensors and objects")
+    elif not summary.steps and summary.checkpoints[0].path != summary.path:
         blocks.append(f"{shown(summary.path)} holds one checkpoint:")
-    blocks += [_checkpoint_text(checkpoint, width) for checkpoint in summary.checkpoints]
+    blocks += [_checkpoint_text(checkpoint, width, count == 1) for checkpoint in summary.checkpoints]
+    blocks += [f"error: {_indented(message)}" for _, message in summary.errors]
+    if summary.others:
+        blocks.append("\n".join(["also here:", *(f"  dcptool inspect {_quoted(path)}" for path in summary.others)]))
     return "\n\n".join(blocks)
 
 
@@ -33,6 +36,12 @@ def to_json(summary: Summary) -> dict[str, Any]:
         "path": summary.path,
         "checkpoints": [_checkpoint_json(checkpoint) for checkpoint in summary.checkpoints],
         **({"steps": [_step_json(step) for step in summary.steps]} if summary.steps else {}),
+        **({"others": list(summary.others)} if summary.others else {}),
+        **(
+            {"errors": [{"path": path, "message": message} for path, message in summary.errors]}
+            if summary.errors
+            else {}
+        ),
     }
 
 
@@ -40,16 +49,28 @@ def _run_text(summary: Summary) -> str:
     rows = []
     for step in summary.steps:
         ranks = str(step.world_size) if step.world_size else "?"
-        counts = [f"{step.n_entries:,}", f"{step.n_files:,}", nbytes(step.nbytes)]
-        rows.append([shown(step.name), step.state, ranks, *counts, shown(step.problem)])
-    lines = [f"{shown(summary.path)} is a run directory with {plural(len(rows), 'step')}", ""]
-    lines.append(table(["step", "state", "ranks", "entries", "files", "bytes", "problem"], rows, right=(2, 3, 4, 5)))
-    newest = [step for step in summary.steps if step.state == "complete"]
-    chosen = newest[-1] if newest else summary.steps[-1]
-    path = os.path.join(summary.path, chosen.name)
-    what = "newest complete step" if newest else "newest step"
-    lines += ["", f"{what}: dcptool inspect {_quoted(path)}"]
-    return "\n".join(lines)
+        entries = f"{step.n_entries:,}" if step.n_entries is not None else "?"
+        rows.append([shown(step.name), step.state, ranks, entries, f"{step.n_files:,}", nbytes(step.nbytes)])
+    blocks = [
+        f"{shown(summary.path)} is a run directory with {plural(len(rows), 'step')}",
+        table(["step", "state", "ranks", "entries", "files", "bytes"], rows, right=(2, 3, 4, 5)),
+        "\n".join(f"{shown(step.name)}: {shown(step.problem)}" for step in summary.steps if step.problem),
+    ]
+    complete = [step.name for step in summary.steps if step.state == "complete"]
+    opening = [step.name for step in summary.steps if step.n_entries is not None]
+    if complete:
+        blocks.append(f"newest complete step: dcptool inspect {_quoted(os.path.join(summary.path, complete[-1]))}")
+    elif opening:
+        path = _quoted(os.path.join(summary.path, opening[-1]))
+        blocks.append(f"no complete step; the newest that opens: dcptool inspect {path}")
+    else:
+        blocks.append("no complete step, and none that opens")
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _indented(message: str) -> str:
+    """Return lines of a message with the second and later ones indented, so that none can pass for another."""
+    return "\n  ".join(map(shown, message.splitlines()))
 
 
 def _quoted(path: str) -> str:
@@ -58,7 +79,7 @@ def _quoted(path: str) -> str:
     return shown(shlex.quote(path))
 
 
-def _checkpoint_text(checkpoint: CheckpointSummary, width: int) -> str:
+def _checkpoint_text(checkpoint: CheckpointSummary, width: int, in_full: bool) -> str:
     evidence = f" ({'; '.join(map(shown, checkpoint.evidence))})" if checkpoint.evidence else ""
     size = str(checkpoint.world_size) if checkpoint.world_size else "unknown"
     total = sum(tensor.nbytes for tensor in checkpoint.tensors)
@@ -68,7 +89,7 @@ def _checkpoint_text(checkpoint: CheckpointSummary, width: int) -> str:
     facts = [
         ["format", shown(checkpoint.flavour) + evidence],
         ["state", checkpoint.state + _state_hint(checkpoint)],
-        ["world size", size],
+        *([["world size", size]] if checkpoint.world_size or checkpoint.format == "dcp" else []),
         ["files", f"{plural(len(checkpoint.files), 'file')}, {nbytes(checkpoint.nbytes)}"],
         [
             "content",
@@ -81,8 +102,7 @@ def _checkpoint_text(checkpoint: CheckpointSummary, width: int) -> str:
         "\n".join([shown(checkpoint.path), *(f"  {name:<{label}}{text}" for name, text in facts)]),
         _problems_text(checkpoint),
         _groups_text(checkpoint),
-        _tensors_text(checkpoint),
-        _objects_text(checkpoint, width),
+        *([_tensors_text(checkpoint), _objects_text(checkpoint, width)] if in_full else []),
     ]
     return "\n\n".join(block for block in blocks if block)
 
@@ -96,8 +116,8 @@ def _state_hint(checkpoint: CheckpointSummary) -> str:
 def _problems_text(checkpoint: CheckpointSummary) -> str:
     lines = []
     for problem in checkpoint.problems[:MAX_SHOWN_PROBLEMS]:
-        step = f" {problem.next_step}" if problem.next_step else ""
-        lines.append(f"{problem.severity.value}: {shown(problem.message)}.{step}")
+        step = f"\n  {problem.next_step}" if problem.next_step else ""
+        lines.append(f"{problem.severity.value}: {_indented(problem.message)}{step}")
     if len(checkpoint.problems) > MAX_SHOWN_PROBLEMS:
         lines.append(f"… and {len(checkpoint.problems) - MAX_SHOWN_PROBLEMS:,} more; --json lists all")
     return "\n".join(lines)
@@ -106,7 +126,7 @@ def _problems_text(checkpoint: CheckpointSummary) -> str:
 def _groups_text(checkpoint: CheckpointSummary) -> str:
     rows = [
         [
-            shown(group.name) or "(top level)",
+            shown(group.name) if group.name else "(top level)",
             f"{group.n_tensors:,}",
             f"{group.elements:,}",
             nbytes(group.nbytes),
@@ -131,17 +151,22 @@ def _tensors_text(checkpoint: CheckpointSummary) -> str:
         return text
     head, rule, *lines = text.splitlines()
     for line, tensor in zip(lines, checkpoint.tensors, strict=True):
-        head_lines = [line, *_chunk_lines(tensor)]
+        head_lines = [line, *_chunk_lines(tensor, dict(checkpoint.files))]
         rule += "\n" + "\n".join(head_lines)
     return f"{head}\n{rule}"
 
 
-def _chunk_lines(tensor: TensorSummary) -> list[str]:
+def _chunk_lines(tensor: TensorSummary, files: Mapping[str, int]) -> list[str]:
     lines = []
     for chunk in tensor.chunks or ():
         place = "nowhere"
         if chunk.item:
-            place = f"{shown(chunk.item.file)}:{chunk.item.byte_offset}+{chunk.item.nbytes}"
+            file, start, length, _ = chunk.item
+            place = f"{shown(file)}:{start}+{length}"
+            if file not in files:
+                place += "  MISSING"
+            elif start + length > files[file]:
+                place += "  BEYOND THE END"
         lines.append(f"    offsets {list(chunk.offsets)} sizes {list(chunk.sizes)}  {place}")
     return lines
 

@@ -13,9 +13,13 @@ from tabulate import tabulate
 def shown(text: str) -> str:
     """Return text from a checkpoint with everything that could act on a terminal escaped.
 
+    An empty name, or one that begins or ends with a space, is put in quotes.
+
     >>> shown("a\\x1b[31m\\nb")
     'a\\\\x1b[31m\\\\nb'
     """
+    if text != text.strip() or not text:
+        return repr(text)
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 

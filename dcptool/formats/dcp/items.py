@@ -19,6 +19,7 @@ from dcptool.storage import Storage
 MAX_VALUE_NBYTES = 64 << 20
 """An object's item longer than this is not decoded for display."""
 _ZIP = b"PK\x03\x04"
+_START_NBYTES = 64
 _DECODED_NBYTES = 64 << 20
 _DECODED_ITEMS = 4
 
@@ -33,9 +34,12 @@ class DcpSource:
 
     def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
         nbytes = self._nbytes(item, volume(chunk.sizes) * dtypes.lookup(entry.dtype).itemsize)
-        if nbytes < len(_ZIP) or self._read(item, 0, len(_ZIP)) != _ZIP:
+        start = self._read(item, 0, min(nbytes, _START_NBYTES))
+        if start.startswith(_ZIP):
+            return torch_items.tensor_payload(TorchZip(lambda at, n: self._read(item, at, n), nbytes), item)
+        if not item.transforms and self._in_blob(item):
             return self._safetensors_payload(entry, chunk, item)
-        return torch_items.tensor_payload(TorchZip(lambda at, n: self._read(item, at, n), nbytes), item)
+        raise ItemError(_no_zip(start))
 
     def value(self, entry: ObjectEntry) -> Any:
         item = entry.item
@@ -44,8 +48,9 @@ class DcpSource:
         nbytes = self._nbytes(item, MAX_VALUE_NBYTES)
         if nbytes > MAX_VALUE_NBYTES:
             raise UnsupportedError(f"an object of {nbytes:,} bytes is too large to show")
-        if nbytes < len(_ZIP) or self._read(item, 0, len(_ZIP)) != _ZIP:
-            return self._read(item, 0, nbytes)
+        start = self._read(item, 0, min(nbytes, _START_NBYTES))
+        if not start.startswith(_ZIP):
+            raise ItemError(_no_zip(start))
         archive = TorchZip(lambda at, n: self._read(item, at, n), nbytes)
         return torch_items.decoded(inert.load(archive.content("data.pkl")), archive)
 
@@ -81,15 +86,17 @@ class DcpSource:
                 self._decoded.popitem(last=False)
         return data
 
+    def _in_blob(self, item: Extent) -> bool:
+        """Tell whether an item's place is the beginning of a safetensors blob: a length, then a JSON object."""
+        size = self._storage.size(item.file) or 0
+        return size >= item.byte_offset + 9 and self._storage.read(item.file, item.byte_offset + 8, 1) == b"{"
+
     def _safetensors_payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
         """Find a tensor in the safetensors blob that SAFETENSORS serialization writes at the end of a file.
 
         All tensors of a file share one byte_offset; the blob's own header says where each is.
         """
-        size = self._storage.size(item.file)
-        if item.transforms or size is None:
-            raise ItemError("it is neither a torch.save zip nor in a safetensors blob")
-        blob = Extent(item.file, item.byte_offset, size - item.byte_offset)
+        blob = Extent(item.file, item.byte_offset, (self._storage.size(item.file) or 0) - item.byte_offset)
         header = self._headers.get(blob[:2])
         if header is None:
             header = read_header(lambda at, n: self._storage.read(blob.file, blob.byte_offset + at, n), blob.nbytes)
@@ -102,6 +109,13 @@ class DcpSource:
             raise ItemError(f"the safetensors blob holds the chunk at {list(saved)} instead")
         record = Record(blob, header.data_offset + found.byte_offset, found.nbytes, entry.fqn, None)
         return Payload(record, found.dtype, found.shape, contiguous_strides(found.shape))
+
+
+def _no_zip(start: bytes) -> str:
+    """Say what an item that should be a zip begins with."""
+    if not start.strip(b"\0"):
+        return "its bytes are zeros: they never reached the disk, or a copy left a hole"
+    return f"it is no torch.save zip: it begins with the bytes {start[:8].hex(' ')}"
 
 
 def undo_transforms(data: bytes, transforms: tuple[str, ...], limit: int) -> bytes:

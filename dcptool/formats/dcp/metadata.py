@@ -117,8 +117,9 @@ def check_pickle_start(data: bytes) -> None:
     if data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         raise MetadataError("it is an HTML or XML page, not a checkpoint; the download failed")
     if not re.match(rb"\x80[\x02-\x05]", data):
-        text = "it looks like text" if data[:512].isascii() and b"\0" not in data[:512] else "it is something else"
-        raise MetadataError(f"it is not a pickle ({text}); a DCP .metadata begins with the bytes 80 04")
+        if data[:512].isascii() and b"\0" not in data[:512]:
+            raise MetadataError("it is not a pickle: it looks like text")
+        raise MetadataError(f"it is not a pickle: it begins with the bytes {data[:4].hex(' ')}, a pickle with 80 04")
 
 
 def _size(*args: Any) -> Ints:

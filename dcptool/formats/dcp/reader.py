@@ -88,7 +88,7 @@ def _records(storage: Storage, name: str, nbytes: int) -> Records:
     try:
         return read_records(storage.read(name, 0, nbytes))
     except MetadataError as error:
-        raise type(error)(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}\nNothing can be loaded without it; resume from another step.") from error
 
 
 def _unfinished(storage: Storage, files: Mapping[str, int]) -> str:
