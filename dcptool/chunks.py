@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
 from typing import NamedTuple, overload
 
 from dcptool.model import Chunk, Extent, Ints
@@ -59,6 +60,20 @@ class ChunkTable:
         if item.transforms not in self.transforms:
             self.transforms.append(item.transforms)
         self.transform.append(self.transforms.index(item.transforms))
+
+    def extend(
+        self, boxes: Sequence[Box], files: Sequence[str], byte_offsets: Sequence[int], nbytes: Sequence[int]
+    ) -> None:
+        """Append many rows without transforms at once; all sequences are of one length."""
+        self.bounds.extend(chain.from_iterable(chain.from_iterable(boxes)))
+        for file in dict.fromkeys(files):
+            if file not in self._file_index:
+                self._file_index[file] = len(self.files)
+                self.files.append(file)
+        self.file.extend(map(self._file_index.__getitem__, files))
+        self.byte_offset.extend(byte_offsets)
+        self.byte_length.extend(nbytes)
+        self.transform.extend(repeat(0, len(boxes)))
 
     def item(self, row: int) -> Extent | None:
         """Return the place of a row, None if it has none."""

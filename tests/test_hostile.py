@@ -107,7 +107,6 @@ class Evil:
         return (os.system, ("touch executed",))
 
 
-@pytest.mark.torchfree
 def test_metadata_that_is_none(tmp_path):
     texts = {
         "empty": b"",

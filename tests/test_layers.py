@@ -15,11 +15,12 @@ from tests.conftest import ROOT
 pytestmark = pytest.mark.torchfree
 
 ORDER = (
-    "errors dtypes model regions findings storage pickles.standins pickles.opcodes pickles.inert "
-    "pickles.tensors pickles.plain fill chunks checkpoint formats.torch_zip formats.torch_items "
-    "formats.safetensors_header formats.dcp.metadata formats.dcp.build formats.dcp.items formats.dcp.reader "
-    "formats.torch_save formats.safetensors formats.detect placements check steps runs summary render.text "
-    "render.inspect cli.options cli.inspect cli __main__"
+    "errors dtypes model regions findings storage pickles.standins pickles.opcodes pickles.machine "
+    "pickles.inert pickles.tensors pickles.plain fill chunks checkpoint formats.torch_zip "
+    "formats.torch_items formats.safetensors_header formats.dcp.bulk formats.dcp.metadata "
+    "formats.dcp.build formats.dcp.items formats.dcp.reader formats.torch_save formats.safetensors "
+    "formats.detect placements check steps runs summary render.text render.inspect cli.options "
+    "cli.inspect cli __main__"
 ).split()
 HEAVY = {"torch", "numpy", "ml_dtypes", "fsspec", "zstandard", "s3fs", "safetensors"}
 MODULES = sorted((ROOT / "dcptool").rglob("*.py"))

@@ -25,7 +25,7 @@ def metadata_of(name):
 def ours(data):
     records = read_records(data)
     entries = {fqn: records.tensors.get(fqn) for fqn in records.order}
-    items = {key: (item.file, item.byte_offset, item.nbytes, item.transforms) for key, item in records.items.items()}
+    items = {(fqn, offsets): tuple(place) for fqn, rows in records.items.items() for offsets, *place in rows}
     paths = records.paths
     return (entries, items, paths), build({".metadata": records}).problems
 

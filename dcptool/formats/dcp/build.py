@@ -9,11 +9,13 @@ Source: torch 2.13, distributed/checkpoint/state_dict_saver.py (`use_collectives
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from dcptool.checkpoint import Entry, ObjectEntry, TensorEntry
 from dcptool.chunks import ChunkTable
 from dcptool.findings import Finding, Severity
+from dcptool.formats.dcp.bulk import ItemRow
 from dcptool.formats.dcp.metadata import Records
 from dcptool.model import Chunk, Extent, Ints
 from dcptool.regions import Box
@@ -49,12 +51,14 @@ def build(parts: Mapping[str, Records]) -> View:
         if tensors:
             entries[fqn] = _tensor(fqn, path, tensors, table, problems)
         else:
-            items = [item for records in objects if (item := records.items.pop((fqn, None), None))]
-            if not items:
+            places = [_lookup(records.items, fqn, [None], problems)[0] for records in objects]
+            found = [place for place in places if place]
+            if not found:
                 problems.append(_placeless(fqn))
-            entries[fqn] = ObjectEntry(fqn, path, items[0] if items else None)
-    for name, records in parts.items():
-        problems += [_chunkless(name, fqn, offsets, item) for (fqn, offsets), item in records.items.items()]
+            entries[fqn] = ObjectEntry(fqn, path, found[0] if found else None)
+    for records in parts.values():
+        for fqn in list(records.items):
+            _lookup(records.items, fqn, [], problems)
     return View(entries, table, problems)
 
 
@@ -77,15 +81,16 @@ def _tensor(
     if any(records.tensors[fqn][:2] != (dtype, shape) for records in parts):
         problems.append(_disagree(fqn, "of different dtype or shape in some"))
     mark = table.mark()
+    if len(parts) == 1 and _add_columns(fqn, parts[0], table):
+        return TensorEntry(fqn, dtype, shape, path, table.chunks_since(mark, len(shape)))
     placed: dict[Box, Extent | None] = {}
     replicas: list[Chunk] = []
     for records in parts:
         boxes = records.tensors[fqn][2]
-        items = {offsets: records.items.pop((fqn, offsets), None) for offsets in dict.fromkeys(box[0] for box in boxes)}
+        items = _lookup(records.items, fqn, [box[0] for box in boxes], problems)
         if records.tensors[fqn][:2] != (dtype, shape):
             continue
-        for box in boxes:
-            item = items[box[0]]
+        for box, item in zip(boxes, items, strict=True):
             if box not in placed:
                 placed[box] = item
                 table.add(*box, item)
@@ -96,9 +101,35 @@ def _tensor(
     return TensorEntry(fqn, dtype, shape, path, table.chunks_since(mark, len(shape)), tuple(replicas))
 
 
-def _chunkless(name: str, fqn: str, offsets: Ints | None, item: Extent) -> Finding:
+def _add_columns(fqn: str, records: Records, table: ChunkTable) -> bool:
+    """Add the chunks of a tensor whose items come in the order of its chunks, as they mostly do."""
+    boxes, rows = records.tensors[fqn][2], records.items.get(fqn)
+    if not rows or len(rows) != len(boxes):
+        return False
+    offsets, files, byte_offsets, nbytes, transforms = zip(*rows, strict=True)
+    if any(transforms) or len(set(offsets)) < len(boxes) or offsets != tuple(map(itemgetter(0), boxes)):
+        return False
+    table.extend(boxes, files, byte_offsets, nbytes)
+    del records.items[fqn]
+    return True
+
+
+def _lookup(
+    by_fqn: dict[str, list[ItemRow]], fqn: str, wanted: Sequence[Ints | None], problems: list[Finding]
+) -> list[Extent | None]:
+    """Take the items of a tensor out, and return those at the wanted offsets; the others are problems.
+
+    Where a place is given twice the later one counts, as in the dict that torch makes of them.
+    """
+    found = {row[0]: Extent(*row[1:]) for row in by_fqn.pop(fqn, ())}
+    known = set(wanted)
+    problems += [_chunkless(fqn, offsets, item) for offsets, item in found.items() if offsets not in known]
+    return [found.get(offsets) for offsets in wanted]
+
+
+def _chunkless(fqn: str, offsets: Ints | None, item: Extent) -> Finding:
     at = f" at {list(offsets)}" if offsets is not None else ""
-    message = f"{name} places {fqn!r}{at} in {item.file}, but lists no such chunk"
+    message = f"the metadata places {fqn!r}{at} in {item.file}, but lists no such chunk"
     span = (item.byte_offset, item.byte_offset + item.nbytes)
     return Finding("item-without-chunk", Severity.WARNING, message, item.file, fqn, offsets, None, span)
 

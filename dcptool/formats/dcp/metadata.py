@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import add, itemgetter
 from typing import Any, TypeGuard
 
 from dcptool import dtypes
 from dcptool.errors import MetadataError
 from dcptool.findings import Finding, Severity
-from dcptool.model import Extent, Ints
+from dcptool.formats.dcp.bulk import MIN_RECORDS, Bulk, ChunkRun, ItemRow, ItemRun
+from dcptool.model import Ints
 from dcptool.pickles import inert
 from dcptool.pickles.standins import Global, Node, qualified_name
 from dcptool.pickles.tensors import MAX_NDIM
@@ -45,7 +48,7 @@ class Records:
     Attributes:
         tensors: fqn → (torch's dtype name, shape, boxes of the chunks in stored order), in stored order.
         objects: fqns that are no tensors. Both appear in `order`, as stored.
-        items: (fqn, chunk offsets, None for objects) → place in a file.
+        items: fqn → places of its chunks, or of the object.
         paths: fqn → nested position; None where the saver did not flatten.
         extra: further attributes, as stand-ins.
         evidence: what the records tell about their writer.
@@ -55,7 +58,7 @@ class Records:
     tensors: dict[str, tuple[str, Ints, list[Box]]] = field(default_factory=dict)
     objects: set[str] = field(default_factory=set)
     order: list[str] = field(default_factory=list)
-    items: dict[tuple[str, Ints | None], Extent] = field(default_factory=dict)
+    items: dict[str, list[ItemRow]] = field(default_factory=lambda: defaultdict(list))
     paths: dict[str, tuple[str | int, ...]] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     evidence: list[str] = field(default_factory=list)
@@ -66,8 +69,12 @@ class Records:
         self.problems.append(Finding(kind, Severity.ERROR, message, fqn=fqn, **where))
 
 
-def read_records(data: bytes) -> Records:
+def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
     """Read the bytes of a `.metadata` or `__R.metadata` file.
+
+    Args:
+        data: the whole file.
+        min_records: how many equal records in a row are read at once.
 
     Raises:
         UnsafePickleError: the pickle is built to harm its reader.
@@ -75,7 +82,7 @@ def read_records(data: bytes) -> Records:
     """
     check_pickle_start(data)
     names: set[str] = set()
-    root = inert.load(data, {"torch.Size": _size}, names)
+    root = inert.load(data, {"torch.Size": _size}, names, Bulk(data, min_records).take)
     fields = _fields(root, "Metadata")
     if "state_dict_metadata" not in fields:
         raise MetadataError(f"it holds a {qualified_name(root)}, not the metadata of a DCP checkpoint")
@@ -90,7 +97,10 @@ def read_records(data: bytes) -> Records:
         _add_entry(records, fqn, record)
     if isinstance(storage, dict):
         for index, info in storage.items():
-            _add_item(records, index, info)
+            if isinstance(index, ItemRun):
+                _add_items(records, index)
+            else:
+                _add_item(records, index, info)
     else:
         records.problem("no-storage-data", "the metadata names no files (storage_data is missing)")
     _add_paths(records, fields.get("planner_data"))
@@ -171,23 +181,40 @@ def _add_tensor(records: Records, fqn: str, fields: Mapping[str, Any]) -> None:
         return
     if dtype not in dtypes.BY_NAME:
         records.problem("unknown-dtype", f"tensor {fqn!r} has dtype {dtype}, which this dcptool does not know", fqn)
-    boxes: dict[Box, None] = {}
+    boxes: list[Box] = []
     for chunk in chunks:
+        if isinstance(chunk, ChunkRun) and chunk.ndim == len(shape):
+            boxes += chunk.boxes
+            continue
         parts = _fields(chunk, "ChunkStorageMetadata")
         offsets, sizes = _plain_size(parts.get("offsets")), _plain_size(parts.get("sizes"))
         if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
             shown = f"{offsets} {sizes}"[:120]
             records.problem("bad-chunk", f"a chunk of {fqn!r} (shape {list(shape)}) is no box in it: {shown}", fqn)
             continue
-        if any(start + size > n for start, size, n in zip(offsets, sizes, shape, strict=True)):
-            message = f"the chunk of {fqn!r} at {list(offsets)} sizes {list(sizes)} leaves its shape {list(shape)}"
-            records.problem("chunk-out-of-bounds", message, fqn, offsets=offsets, sizes=sizes)
-        if (offsets, sizes) in boxes:
-            message = f"the chunk of {fqn!r} at {list(offsets)} is listed twice"
-            records.problem("duplicate-chunk", message, fqn, offsets=offsets, sizes=sizes)
-        boxes[offsets, sizes] = None
-    records.tensors[fqn] = (dtype, shape, list(boxes))
+        boxes.append((offsets, sizes))
+    records.tensors[fqn] = (dtype, shape, _checked(records, fqn, shape, boxes))
     records.order.append(fqn)
+
+
+def _checked(records: Records, fqn: str, shape: Ints, boxes: list[Box]) -> list[Box]:
+    """Return the boxes, each once; name those that leave the shape or come twice."""
+    ends = [
+        max(map(add, map(itemgetter(dim), starts), map(itemgetter(dim), lengths)), default=0)
+        for dim, (starts, lengths) in enumerate([tuple(zip(*boxes, strict=True))] * len(shape) if boxes else ())
+    ]
+    if any(end > n for end, n in zip(ends, shape, strict=False)):
+        for offsets, sizes in boxes:
+            if any(start + size > n for start, size, n in zip(offsets, sizes, shape, strict=True)):
+                message = f"the chunk of {fqn!r} at {list(offsets)} sizes {list(sizes)} leaves its shape {list(shape)}"
+                records.problem("chunk-out-of-bounds", message, fqn, offsets=offsets, sizes=sizes)
+    unique = list(dict.fromkeys(boxes))
+    if len(unique) < len(boxes):
+        for (offsets, sizes), count in Counter(boxes).items():
+            if count > 1:
+                message = f"the chunk of {fqn!r} at {list(offsets)} is listed {count} times"
+                records.problem("duplicate-chunk", message, fqn, offsets=offsets, sizes=sizes)
+    return unique
 
 
 def _plain_size(value: Any) -> Ints | None:
@@ -235,17 +262,35 @@ def _add_item(records: Records, index: Any, info: Any) -> None:
         or not _is_count(nbytes)
         or (offset is not None) != (offsets is not None)
     ):
-        records.problem("bad-item", f"a storage record is damaged (entry {fqn!r}, file {file!r}); left out"[:300])
+        shown = (repr(value) if isinstance(value, str) else f"a {type(value).__name__}" for value in (fqn, file))
+        records.problem("bad-item", f"a storage record is damaged (entry {', file '.join(shown)}); left out"[:300])
         return
     if not is_inside(file):
-        message = f"{fqn!r} is said to be in {file!r}, outside the checkpoint's folder; refused"
-        records.problem("path-escape", message, fqn, file=file)
+        _refuse_path(records, fqn, file)
         return
     transforms = place.get("transform_descriptors") or ()
     if not isinstance(transforms, list | tuple) or not all(isinstance(name, str) for name in transforms):
         records.problem("bad-item", f"the transforms of {fqn!r} in {file} are damaged; left out", fqn, file=file)
         return
-    records.items[fqn, offsets] = Extent(file, byte_offset, nbytes, tuple(transforms))
+    records.items[fqn].append((offsets, file, byte_offset, nbytes, tuple(transforms)))
+
+
+def _add_items(records: Records, run: ItemRun) -> None:
+    by_fqn = records.items
+    if all(map(is_inside, run.files)):
+        for fqn, row in zip(run.fqns, run.rows, strict=True):
+            by_fqn[fqn].append(row)
+        return
+    for fqn, row in zip(run.fqns, run.rows, strict=True):
+        if is_inside(row[1]):
+            by_fqn[fqn].append(row)
+        else:
+            _refuse_path(records, fqn, row[1])
+
+
+def _refuse_path(records: Records, fqn: str, file: str) -> None:
+    message = f"{fqn!r} is said to be in {file!r}, outside the checkpoint's folder; refused"
+    records.problem("path-escape", message, fqn, file=file)
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

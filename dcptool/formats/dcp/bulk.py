@@ -1,0 +1,290 @@
+"""Read long runs of equal records of a `.metadata` pickle at once, into columns, without an object per record.
+
+A million chunks are a million chunk records and a million pairs of index and place records, each 40 to 100 bytes of
+opcodes that differ in a few numbers. The inert machine offers the first record of what may be a run; from the way
+that one is written a regular expression for all like it is made, and the run is matched, counted and taken apart by
+the `re` module. A record that is written in any other way ends the run and goes through the machine opcode by opcode,
+so nothing depends on a match.
+
+Source: what CPython's pickle writes for torch's ChunkStorageMetadata, MetadataIndex and _StorageInfo, protocol 4.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import itemgetter
+from typing import Any
+
+from dcptool.model import Ints
+from dcptool.pickles.machine import Taken
+from dcptool.pickles.standins import Global
+from dcptool.regions import Box
+
+MIN_RECORDS = 8
+"""A shorter run is not worth its regular expression."""
+MAX_COMPILED = 64
+"""Regular expressions per pickle; torch's pickles need a few, one for each number of dimensions."""
+
+_GET = rb"(?:h.|j....)"
+_INT = rb"(?:K.|M..|J...[\x00-\x7f]|\x8a(?:\x05.{4}|\x06.{5}|\x07.{6}|\x08.{7})[\x00-\x7f])"
+_TEXT = rb"\x8c.[ -~]*\x94"
+_NEW = rb"\)\x81\x94\}\x94\("  # an instance without arguments, and the dict of its state
+_SIZE_END = rb"\x94\x85\x94R\x94"
+_SIZE = rb"(?:" + _GET + rb"(?:(?:" + _INT + rb"){1,3}[\x85-\x87]|\((?:" + _INT + rb"){4,}t)" + _SIZE_END + rb")"
+_EMPTY_SIZE = rb"(?:" + _GET + rb"\)\x85\x94R\x94)"
+_VALUE = rb"(?:" + _SIZE + rb"|" + _EMPTY_SIZE + rb"|" + _TEXT + rb"|" + _INT + rb"|" + _GET + rb"|N)"
+_FIELDS = re.compile(rb"(" + _GET + rb")(" + _VALUE + rb")", re.DOTALL)
+_RECORD = re.compile(_NEW + rb"((?:" + _GET + _VALUE + rb"){2,5})ub", re.DOTALL)
+_NEXT = re.compile(rb"(" + _GET + rb")" + _RECORD.pattern, re.DOTALL)
+_INTS = re.compile(_INT, re.DOTALL)
+
+Memo = Callable[[int], Any]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ChunkRun:
+    """Chunks of one tensor, of one ndim: offsets and sizes of each, in elements."""
+
+    ndim: int
+    boxes: list[Box]
+
+
+ItemRow = tuple[Ints | None, str, int, int, tuple[str, ...]]
+"""Where one chunk or object is: its offsets (None: an object), and the fields of an Extent."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ItemRun:
+    """Places of chunks and objects: the fqn and the row of each, and the names of all files."""
+
+    fqns: list[str]
+    rows: Sequence[ItemRow]
+    files: set[str]
+
+
+class Bulk:
+    """Takes runs out of one pickle; see `take`."""
+
+    def __init__(self, data: bytes, min_records: int = MIN_RECORDS) -> None:
+        self._data = data
+        self._min_records = min_records
+        self._compiled: dict[bytes, re.Pattern[bytes]] = {}
+        self._sizes = _Sizes()
+        self._texts: dict[bytes, str] = {}
+
+    def take(self, position: int, function: Any, memo: Memo, n_memo: int) -> Taken | None:
+        """Take the run that begins at `position`, where an instance of `function` is about to be made.
+
+        Args:
+            position: of the EMPTY_TUPLE of NEWOBJ, in bytes.
+            function: what is on top of the stack.
+            memo: the memo so far.
+            n_memo: its length.
+
+        Returns:
+            The run, or None if this is none.
+        """
+        if not isinstance(function, Global) or len(self._compiled) >= MAX_COMPILED:
+            return None
+        try:
+            if function.name == "ChunkStorageMetadata":
+                return self._chunks(position, function, memo)
+            if function.name == "MetadataIndex":
+                return self._items(position, function, memo, n_memo)
+        except LookupError:
+            pass
+        return None
+
+    def _chunks(self, position: int, function: Global, memo: Memo) -> Taken | None:
+        record = _RECORD.match(self._data, position)
+        fields = _FIELDS.findall(record[1]) if record else []
+        if [memo(_slot(key)) for key, _ in fields] != ["offsets", "sizes"]:
+            return None
+        pattern, ndims = _NEW, []
+        for key, value in fields:
+            part, ndim = self._size_pattern(value, memo)
+            pattern += re.escape(key) + part
+            ndims.append(ndim)
+        token = self._class_token(position, function, memo)
+        if ndims[0] != ndims[1] or not ndims[0] or not token:
+            return None
+        rows, end = self._rows(position, pattern + rb"ub", re.escape(token))
+        if not rows:
+            return None
+        size = self._sizes.__getitem__
+        boxes = [(size(offsets), size(sizes)) for offsets, sizes in rows]
+        self._sizes.trim()
+        return Taken([ChunkRun(ndims[0], boxes)], end, 8 * len(rows), _no_text)
+
+    def _items(self, position: int, function: Global, memo: Memo, n_memo: int) -> Taken | None:
+        index = _RECORD.match(self._data, position)
+        place = _NEXT.match(self._data, index.end()) if index else None
+        token = self._class_token(position, function, memo)
+        if not index or not place or not token or getattr(memo(_slot(place[1])), "name", "") != "_StorageInfo":
+            return None
+        fields, places = self._fields(index[1], memo), self._fields(place[2], memo)
+        pattern, n_sized = _NEW, 0
+        for name, key, value in fields:
+            pattern += re.escape(key)
+            if name == "offset":
+                part, n_sized = self._offset_pattern(value, memo)
+                pattern += part
+            else:
+                pattern += {"fqn": _captured(_TEXT, _GET), "index": rb"(?:" + _INT + rb"|N)"}[name]
+        pattern += rb"ub" + re.escape(place[1]) + _NEW
+        for name, key, _ in places:
+            kinds = {"relative_path": _captured(_TEXT, _GET), "transform_descriptors": rb"N"}
+            pattern += re.escape(key) + kinds.get(name, rb"(" + _INT + rb")")
+        order = [name for name, *_ in fields + places if name not in ("index", "transform_descriptors")]
+        expected = ["fqn", "length", "offset", "offset", "relative_path"]
+        if sorted(order) != expected or fields[0][0] != "fqn" or places[0][0] != "relative_path":
+            return None
+        rows, end = self._rows(position, pattern + rb"ub", re.escape(token))
+        if not rows:
+            return None
+        # "offset" is the chunk's in the first record and a byte offset in the second.
+        columns = list(zip(*rows, strict=True))
+        first = {name: columns[order.index(name)] for name in ("fqn", "offset", "relative_path", "length")}
+        starts = columns[len(order) - 1 - order[::-1].index("offset")]
+        return self._item_run(first, starts, memo, n_memo, n_sized, end)
+
+    @staticmethod
+    def _fields(record: bytes, memo: Memo) -> list[tuple[str, bytes, bytes]]:
+        """Return name, key opcode and value opcodes of each field of a record."""
+        fields = [(memo(_slot(key)), key, value) for key, value in _FIELDS.findall(record)]
+        if not all(isinstance(name, str) for name, *_ in fields):
+            raise LookupError(record)
+        return fields
+
+    def _item_run(
+        self,
+        first: dict[str, tuple[bytes, ...]],
+        starts: tuple[bytes, ...],
+        memo: Memo,
+        n_memo: int,
+        n_sized: int,
+        end: int,
+    ) -> Taken | None:
+        names, files = first["fqn"], first["relative_path"]
+        literals = [list(map(0x8C.__eq__, map(itemgetter(0), tokens))) for tokens in (names, files)]
+        per_record = 4 + n_sized
+        total = per_record * len(names) + sum(literals[0]) + sum(literals[1])
+
+        def text_at(slot: int) -> str:
+            """Return the text a memo entry of this run holds, counted from the run's first entry."""
+            start = 0
+            for row in range(len(names)):
+                # In the order of opcodes: index, its dict, [fqn], the offset's three, place, its dict, [file].
+                after = start + per_record + literals[0][row] + literals[1][row]
+                if slot < after:
+                    if literals[0][row] and slot == start + 2:
+                        return _text(names[row])
+                    if literals[1][row] and slot == after - 1:
+                        return _text(files[row])
+                    break
+                start = after
+            raise LookupError(slot)
+
+        for token in {*names, *files} - self._texts.keys():
+            if token[0] == 0x8C:
+                self._texts[token] = _text(token)
+                continue
+            slot = _slot(token)
+            value = memo(slot) if slot < n_memo else text_at(slot - n_memo)
+            if not isinstance(value, str):
+                raise LookupError(slot)
+            self._texts[token] = value
+        text = self._texts.__getitem__
+        offsets = map(self._sizes.__getitem__, first["offset"]) if n_sized else repeat(None)
+        places = list(map(text, files))
+        rows = list(zip(offsets, places, _numbers(starts), _numbers(first["length"]), repeat(()), strict=False))
+        self._sizes.trim()
+        return Taken([ItemRun(list(map(text, names)), rows, set(places)), None], end, total, text_at)
+
+    def _rows(self, position: int, record: bytes, token: bytes) -> tuple[list[Any], int]:
+        """Return the captured groups of all records of a run, and its end; no rows if it is short."""
+        pattern = self._compiled.get(token + record)
+        if pattern is None:
+            run = rb"%s(?:%s%s)*" % (_uncaptured(record), token, _uncaptured(record))
+            pattern = self._compiled[token + record] = re.compile(record, re.DOTALL)
+            self._compiled[b"run" + token + record] = re.compile(run, re.DOTALL)
+        run_match = self._compiled[b"run" + token + record].match(self._data, position)
+        if not run_match:
+            return [], position
+        rows = pattern.findall(self._data, position, run_match.end())
+        return (rows, run_match.end()) if len(rows) >= self._min_records else ([], position)
+
+    def _size_pattern(self, value: bytes, memo: Memo) -> tuple[bytes, int]:
+        """Return the pattern of a torch.Size written as `value` is, with its numbers captured, and its ndim."""
+        token = value[: 2 if value[0] == 0x68 else 5]
+        function = memo(_slot(token)) if token[0] in b"hj" else None
+        ndim = len(_INTS.findall(value[len(token) :]))
+        if not isinstance(function, Global) or (function.module, function.name) != ("torch", "Size"):
+            raise LookupError(token)
+        head, tail = (rb"", (rb"\x85", rb"\x86", rb"\x87")[ndim - 1]) if 1 <= ndim <= 3 else (rb"\(", rb"t")
+        if not ndim:
+            raise LookupError(token)
+        return re.escape(token) + head + rb"((?:%s){%d})" % (_INT, ndim) + tail + _SIZE_END, ndim
+
+    def _offset_pattern(self, value: bytes, memo: Memo) -> tuple[bytes, int]:
+        """Return the pattern of the offset of an index, and how many memo entries one takes."""
+        if value == b"N":
+            return rb"(N)", 0
+        return self._size_pattern(value, memo)[0], 3
+
+    def _class_token(self, position: int, function: Global, memo: Memo) -> bytes | None:
+        """Return the opcode before `position`, if it fetches `function` from the memo."""
+        data = self._data
+        for token in (data[position - 2 : position], data[position - 5 : position]):
+            if token[:1] == (b"h" if len(token) == 2 else b"j"):
+                try:
+                    if memo(_slot(token)) is function:
+                        return token
+                except LookupError:
+                    continue
+        return None
+
+
+class _Sizes(dict[bytes, Ints]):
+    """The numbers of a torch.Size by how they are written; few differ among millions."""
+
+    def __missing__(self, tokens: bytes) -> Ints:
+        found = self[tokens] = tuple(_numbers(_INTS.findall(tokens)))
+        return found
+
+    def trim(self) -> None:
+        """Forget all when there are too many to be worth keeping."""
+        if len(self) > 100_000:
+            self.clear()
+
+
+def _captured(*kinds: bytes) -> bytes:
+    return rb"(" + rb"|".join(kinds) + rb")"
+
+
+def _uncaptured(pattern: bytes) -> bytes:
+    """Return a pattern whose groups do not capture, which the run needs for speed."""
+    return re.sub(rb"(?<!\\)\((?!\?)", rb"(?:", pattern)
+
+
+def _slot(token: bytes) -> int:
+    return int.from_bytes(token[1:], "little")
+
+
+def _numbers(tokens: Iterable[bytes]) -> list[int]:
+    """Return the values of integer opcodes; LONG1 has a length before its digits, the others have not."""
+    value = int.from_bytes
+    return [value(token, "little") >> (16 if token[0] == 0x8A else 8) for token in tokens]
+
+
+def _text(token: bytes) -> str:
+    if token[1] != len(token) - 3:  # the length and the text disagree: not what a pickler writes
+        raise LookupError(token)
+    return token[2:-1].decode("ascii")
+
+
+def _no_text(slot: int) -> str:
+    raise LookupError(slot)
