@@ -14,7 +14,7 @@ _GET_FILES = "Copy the files of all nodes here, or resume from another step."
 
 def file_problems(checkpoint: Checkpoint) -> list[Finding]:
     """Return what a listing shows: referenced files that are missing or shorter than the metadata says."""
-    usage = checkpoint.usage()
+    usage = checkpoint.usage
     total = sum(use.nbytes for use in usage.values()) or 1
     missing: list[str] = []
     problems = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dcptool import dtypes
@@ -129,8 +130,9 @@ class Checkpoint(Mapping[str, Entry]):
         """The objects alone, in order."""
         return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, ObjectEntry)}
 
-    def usage(self) -> dict[str, FileUse]:
-        """Return for each referenced file how its items use it, in order of first use."""
+    @cached_property
+    def usage(self) -> Mapping[str, FileUse]:
+        """For each file the metadata names, how its items use it, in order of first use."""
         usage = self.table.usage()
         rest = [chunk.item for tensor in self.tensors.values() for chunk in tensor.replicas]
         for item in [*rest, *(entry.item for entry in self.objects.values())]:

@@ -253,7 +253,7 @@ def world_size(checkpoint: Checkpoint) -> int | None:
     Counted are the files the metadata names, there or not, and the empty ones that idle ranks leave.
     """
     if checkpoint.format == "dcp":
-        names = {*checkpoint.usage(), *(name for name, nbytes in checkpoint.files.items() if not nbytes)}
+        names = {*checkpoint.usage, *(name for name, nbytes in checkpoint.files.items() if not nbytes)}
         ranks = [rank for name in names if (rank := data_file_rank(name)) is not None]
     else:
         ranks = [int(name[6:11]) - 1 for name in checkpoint.files if name.startswith("shard-") and name[6:11].isdigit()]
