@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dcptool import dtypes
 from dcptool.chunks import Chunks, ChunkTable, FileUse
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a checkpoint.
 
     Attributes:
@@ -48,8 +47,7 @@ class TensorEntry:
         return volume(self.shape) * dtype.itemsize if dtype else 0
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectEntry:
+class ObjectEntry(NamedTuple):
     """One entry of a checkpoint that is no tensor: fqn, nested path, and the item that holds its pickle."""
 
     fqn: str

@@ -11,8 +11,7 @@ Two dtypes have no numpy twin and get a documented form:
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool.errors import UnsupportedError
 
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True)
-class DType:
+class DType(NamedTuple):
     """One element type.
 
     Attributes:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcptool.check import file_problems, state_of
 from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry
@@ -28,8 +27,7 @@ MAX_VALUES = 2_000
 """Objects whose values are read for one summary; select with `keys` to see others."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSummary:
+class TensorSummary(NamedTuple):
     """One tensor: names, sizes in elements and bytes, how it is cut and where it is stored."""
 
     fqn: str
@@ -47,8 +45,7 @@ class TensorSummary:
         return volume(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectSummary:
+class ObjectSummary(NamedTuple):
     """One object: its decoded value (`pickles.plain`), its class, and why the value could not be read, if so.
 
     `class_name` is None when nothing of it was read.
@@ -60,8 +57,7 @@ class ObjectSummary:
     error: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """Entries whose names begin alike: counts, elements, bytes, and the dtypes with the most bytes first."""
 
     name: str
@@ -72,8 +68,7 @@ class Group:
     dtypes: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointSummary:
+class CheckpointSummary(NamedTuple):
     """One checkpoint.
 
     Attributes:
@@ -108,8 +103,7 @@ class CheckpointSummary:
         return not any(problem.severity is Severity.ERROR for problem in self.problems)
 
 
-@dataclass(frozen=True, slots=True)
-class StepSummary:
+class StepSummary(NamedTuple):
     """One step of a run directory: the worst state of its checkpoints, and the first thing wrong with them.
 
     `state` is complete, incomplete, damaged, or other (no checkpoint dcptool reads); `n_entries` is None if nothing
@@ -126,8 +120,7 @@ class StepSummary:
     problem: str
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
+class Summary(NamedTuple):
     """What is at a path.
 
     Attributes:

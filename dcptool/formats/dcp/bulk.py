@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from operator import itemgetter
 from typing import Any
@@ -25,6 +24,8 @@ from dcptool.regions import Box
 
 MIN_RECORDS = 8
 """A shorter run is not worth its regular expression."""
+BULK_NBYTES = 1 << 18
+"""In a smaller pickle looking for runs costs more than it saves."""
 MAX_COMPILED = 64
 """Regular expressions per pickle; torch's pickles need a few, one for each number of dimensions."""
 
@@ -36,33 +37,31 @@ _SIZE_END = rb"\x94\x85\x94R\x94"
 _SIZE = rb"(?:" + _GET + rb"(?:(?:" + _INT + rb"){1,3}[\x85-\x87]|\((?:" + _INT + rb"){4,}t)" + _SIZE_END + rb")"
 _EMPTY_SIZE = rb"(?:" + _GET + rb"\)\x85\x94R\x94)"
 _VALUE = rb"(?:" + _SIZE + rb"|" + _EMPTY_SIZE + rb"|" + _TEXT + rb"|" + _INT + rb"|" + _GET + rb"|N)"
-_FIELDS = re.compile(rb"(" + _GET + rb")(" + _VALUE + rb")", re.DOTALL)
-_RECORD = re.compile(_NEW + rb"((?:" + _GET + _VALUE + rb"){2,5})ub", re.DOTALL)
-_NEXT = re.compile(rb"(" + _GET + rb")" + _RECORD.pattern, re.DOTALL)
-_INTS = re.compile(_INT, re.DOTALL)
+_RECORD = _NEW + rb"((?:" + _GET + _VALUE + rb"){2,5})ub"
 
 Memo = Callable[[int], Any]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class ChunkRun:
     """Chunks of one tensor, of one ndim: offsets and sizes of each, in elements."""
 
-    ndim: int
-    boxes: list[Box]
+    __slots__ = ("boxes", "ndim")
+
+    def __init__(self, ndim: int, boxes: list[Box]) -> None:
+        self.ndim, self.boxes = ndim, boxes
 
 
 ItemRow = tuple[Ints | None, str, int, int, tuple[str, ...]]
 """Where one chunk or object is: its offsets (None: an object), and the fields of an Extent."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class ItemRun:
     """Places of chunks and objects: the fqn and the row of each, and the names of all files."""
 
-    fqns: list[str]
-    rows: Sequence[ItemRow]
-    files: set[str]
+    __slots__ = ("files", "fqns", "rows")
+
+    def __init__(self, fqns: list[str], rows: Sequence[ItemRow], files: set[str]) -> None:
+        self.fqns, self.rows, self.files = fqns, rows, files
 
 
 class Bulk:
@@ -72,7 +71,12 @@ class Bulk:
         self._data = data
         self._min_records = min_records
         self._compiled: dict[bytes, re.Pattern[bytes]] = {}
-        self._sizes = _Sizes()
+        # Compiled here, not when the module is imported: most checkpoints are too small to need them.
+        self._field = re.compile(rb"(" + _GET + rb")(" + _VALUE + rb")", re.DOTALL)
+        self._record = re.compile(_RECORD, re.DOTALL)
+        self._next = re.compile(rb"(" + _GET + rb")" + _RECORD, re.DOTALL)
+        self._int = re.compile(_INT, re.DOTALL)
+        self._sizes = _Sizes(self._int)
         self._texts: dict[bytes, str] = {}
 
     def take(self, position: int, function: Any, memo: Memo, n_memo: int) -> Taken | None:
@@ -99,8 +103,8 @@ class Bulk:
         return None
 
     def _chunks(self, position: int, function: Global, memo: Memo) -> Taken | None:
-        record = _RECORD.match(self._data, position)
-        fields = _FIELDS.findall(record[1]) if record else []
+        record = self._record.match(self._data, position)
+        fields = self._field.findall(record[1]) if record else []
         if [memo(_slot(key)) for key, _ in fields] != ["offsets", "sizes"]:
             return None
         pattern, ndims = _NEW, []
@@ -120,8 +124,8 @@ class Bulk:
         return Taken([ChunkRun(ndims[0], boxes)], end, 8 * len(rows), _no_text)
 
     def _items(self, position: int, function: Global, memo: Memo, n_memo: int) -> Taken | None:
-        index = _RECORD.match(self._data, position)
-        place = _NEXT.match(self._data, index.end()) if index else None
+        index = self._record.match(self._data, position)
+        place = self._next.match(self._data, index.end()) if index else None
         token = self._class_token(position, function, memo)
         if not index or not place or not token or getattr(memo(_slot(place[1])), "name", "") != "_StorageInfo":
             return None
@@ -151,10 +155,9 @@ class Bulk:
         starts = columns[len(order) - 1 - order[::-1].index("offset")]
         return self._item_run(first, starts, memo, n_memo, n_sized, end)
 
-    @staticmethod
-    def _fields(record: bytes, memo: Memo) -> list[tuple[str, bytes, bytes]]:
+    def _fields(self, record: bytes, memo: Memo) -> list[tuple[str, bytes, bytes]]:
         """Return name, key opcode and value opcodes of each field of a record."""
-        fields = [(memo(_slot(key)), key, value) for key, value in _FIELDS.findall(record)]
+        fields = [(memo(_slot(key)), key, value) for key, value in self._field.findall(record)]
         if not all(isinstance(name, str) for name, *_ in fields):
             raise LookupError(record)
         return fields
@@ -221,7 +224,7 @@ class Bulk:
         """Return the pattern of a torch.Size written as `value` is, with its numbers captured, and its ndim."""
         token = value[: 2 if value[0] == 0x68 else 5]
         function = memo(_slot(token)) if token[0] in b"hj" else None
-        ndim = len(_INTS.findall(value[len(token) :]))
+        ndim = len(self._int.findall(value[len(token) :]))
         if not isinstance(function, Global) or (function.module, function.name) != ("torch", "Size"):
             raise LookupError(token)
         head, tail = (rb"", (rb"\x85", rb"\x86", rb"\x87")[ndim - 1]) if 1 <= ndim <= 3 else (rb"\(", rb"t")
@@ -251,8 +254,12 @@ class Bulk:
 class _Sizes(dict[bytes, Ints]):
     """The numbers of a torch.Size by how they are written; few differ among millions."""
 
+    def __init__(self, integer: re.Pattern[bytes]) -> None:
+        super().__init__()
+        self._integer = integer
+
     def __missing__(self, tokens: bytes) -> Ints:
-        found = self[tokens] = tuple(_numbers(_INTS.findall(tokens)))
+        found = self[tokens] = tuple(_numbers(self._integer.findall(tokens)))
         return found
 
     def trim(self) -> None:

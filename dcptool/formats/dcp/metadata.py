@@ -12,14 +12,13 @@ import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from operator import add, itemgetter
 from typing import Any, TypeGuard
 
 from dcptool import dtypes
 from dcptool.errors import MetadataError
 from dcptool.findings import Finding, Severity
-from dcptool.formats.dcp.bulk import MIN_RECORDS, Bulk, ChunkRun, ItemRow, ItemRun
+from dcptool.formats.dcp.bulk import BULK_NBYTES, MIN_RECORDS, Bulk, ChunkRun, ItemRow, ItemRun
 from dcptool.model import Ints
 from dcptool.pickles import inert
 from dcptool.pickles.standins import Global, Node, qualified_name
@@ -41,7 +40,6 @@ _GLOBALS = re.compile(
 _MEMORY_FORMATS = range(4)
 
 
-@dataclass
 class Records:
     """What one `.metadata` says.
 
@@ -55,14 +53,15 @@ class Records:
         problems: records that make no sense, with what was done about them.
     """
 
-    tensors: dict[str, tuple[str, Ints, list[Box]]] = field(default_factory=dict)
-    objects: set[str] = field(default_factory=set)
-    order: list[str] = field(default_factory=list)
-    items: dict[str, list[ItemRow]] = field(default_factory=lambda: defaultdict(list))
-    paths: dict[str, tuple[str | int, ...]] | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-    evidence: list[str] = field(default_factory=list)
-    problems: list[Finding] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.tensors: dict[str, tuple[str, Ints, list[Box]]] = {}
+        self.objects: set[str] = set()
+        self.order: list[str] = []
+        self.items: dict[str, list[ItemRow]] = defaultdict(list)
+        self.paths: dict[str, tuple[str | int, ...]] | None = None
+        self.extra: dict[str, Any] = {}
+        self.evidence: list[str] = []
+        self.problems: list[Finding] = []
 
     def problem(self, kind: str, message: str, fqn: str | None = None, **where: Any) -> None:
         """Note something wrong in the records."""
@@ -82,7 +81,8 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
     """
     check_pickle_start(data)
     names: set[str] = set()
-    root = inert.load(data, {"torch.Size": _size}, names, Bulk(data, min_records).take)
+    take = Bulk(data, min_records).take if len(data) >= BULK_NBYTES or min_records < MIN_RECORDS else None
+    root = inert.load(data, {"torch.Size": _size}, names, take)
     fields = _fields(root, "Metadata")
     if "state_dict_metadata" not in fields:
         raise MetadataError(f"it holds a {qualified_name(root)}, not the metadata of a DCP checkpoint")

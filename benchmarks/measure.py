@@ -1,0 +1,94 @@
+"""Run commands as whole processes: wall time and peak memory, children included."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SAMPLE_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a command: wall seconds, and peak resident bytes of all its processes together."""
+
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """All counted runs of one side of a row."""
+
+    command: str
+    runs: tuple[Run, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Median wall seconds."""
+        return statistics.median(run.seconds for run in self.runs)
+
+    @property
+    def nbytes(self) -> int:
+        """Median peak memory in bytes."""
+        return int(statistics.median(run.nbytes for run in self.runs))
+
+
+def run(command: Sequence[str]) -> Run:
+    """Run a command to its end, its output thrown away.
+
+    Peak memory is what the kernel accounts for the process or, where several run at once, the largest sum of their
+    resident sets seen every 50 ms.
+
+    Raises:
+        RuntimeError: it exits with an error; the message has the end of its standard error.
+    """
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    peak = [0]
+    done = threading.Event()
+    sampler = threading.Thread(target=_sample, args=(process.pid, peak, done))
+    sampler.start()
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - began
+    done.set()
+    sampler.join()
+    process.stderr.close()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} exited {process.returncode}:\n{errors.decode()[-2000:]}")
+    return Run(seconds, max(peak[0], usage.ru_maxrss * 1024))
+
+
+def compare(ours: Sequence[str], theirs: Sequence[str], n_runs: int) -> tuple[Side, Side]:
+    """Run two commands in turn, after one run of each that is not counted."""
+    for command in (ours, theirs):
+        run(command)
+    pairs = [(run(ours), run(theirs)) for _ in range(n_runs)]
+    return (
+        Side(" ".join(ours), tuple(pair[0] for pair in pairs)),
+        Side(" ".join(theirs), tuple(pair[1] for pair in pairs)),
+    )
+
+
+def _sample(session: int, peak: list[int], done: threading.Event) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    while not done.wait(SAMPLE_SECONDS):
+        total = 0
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                try:
+                    with open(f"/proc/{name}/stat") as stat:
+                        fields = stat.read().rpartition(")")[2].split()
+                except OSError:
+                    continue
+                if int(fields[3]) == session:
+                    total += int(fields[21]) * page
+        peak[0] = max(peak[0], total)

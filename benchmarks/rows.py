@@ -1,0 +1,50 @@
+"""What is compared with what: one function per row, returning both commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import checkpoints
+
+READ_METADATA = (
+    "import sys; from torch.distributed.checkpoint import FileSystemReader; "
+    "FileSystemReader(sys.argv[1]).read_metadata()"
+)
+
+
+class Row(NamedTuple):
+    """One comparison.
+
+    Attributes:
+        what, against: in words.
+        goal_seconds, goal_nbytes: the ratio ours/theirs to reach, None where there is no goal.
+        commands: makes the checkpoint in a cache folder, returns our command and theirs.
+    """
+
+    what: str
+    against: str
+    goal_seconds: float | None
+    goal_nbytes: float | None
+    commands: Callable[[Path], tuple[list[str], list[str]]]
+
+
+def _inspect(path: Path, *options: str) -> tuple[list[str], list[str]]:
+    ours = [sys.executable, "-m", "dcptool", "inspect", str(path), *options]
+    return ours, [sys.executable, "-c", READ_METADATA, str(path)]
+
+
+def _inspect_chunks(n_tensors: int, n_ranks: int) -> Callable[[Path], tuple[list[str], list[str]]]:
+    return lambda cache: _inspect(checkpoints.chunks(cache, n_tensors, n_ranks))
+
+
+PEER = "read_metadata() in a fresh process"
+ROWS = {
+    "inspect-small": Row("inspect, 4 ranks", PEER, 1 / 15, None, lambda cache: _inspect(checkpoints.small(cache))),
+    "inspect-10k": Row("inspect, 10 k chunks", PEER, None, None, _inspect_chunks(100, 100)),
+    "inspect-100k": Row("inspect, 100 k chunks", PEER, None, None, _inspect_chunks(400, 250)),
+    "inspect-1m": Row("inspect, 1 M chunks", PEER, 0.4, 0.55, _inspect_chunks(1000, 1000)),
+    "inspect-10k-tensors": Row("inspect, 10 k tensors", PEER, None, None, _inspect_chunks(10_000, 2)),
+}
