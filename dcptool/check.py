@@ -8,7 +8,11 @@ from dcptool.checkpoint import Checkpoint
 from dcptool.chunks import FileUse
 from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.reader import data_file_rank
+from dcptool.placements import is_grid
+from dcptool.regions import first_gap, intersect, volume
 
+MAX_SWEPT = 50_000
+"""Chunks of an irregular tensor that are looked through for holes."""
 _GET_FILES = "Copy the files of all nodes here, or resume from another step."
 
 
@@ -38,6 +42,25 @@ def file_problems(checkpoint: Checkpoint) -> list[Finding]:
         message = f"{names}{whose} {verb} {_lost([usage[name] for name in missing], total)}"
         where = missing[0] if len(missing) == 1 else None
         problems.insert(0, Finding("missing-file", Severity.ERROR, message, where, next_step=_GET_FILES))
+    return problems
+
+
+def cover_problems(checkpoint: Checkpoint) -> list[Finding]:
+    """Return the tensors whose chunks leave holes or overlap; a whole tensor or a regular grid does neither."""
+    problems = []
+    for fqn, entry in checkpoint.tensors.items():
+        if not volume(entry.shape) or is_grid(entry.shape, entry.chunks):
+            continue
+        boxes = list(entry.chunks.boxes())
+        origin = (0,) * len(entry.shape)
+        gap = first_gap((origin, entry.shape), boxes) if len(boxes) <= MAX_SWEPT else None
+        if gap:
+            message = f"{fqn!r}: no chunk holds the {list(gap[1])} elements at {list(gap[0])} of {list(entry.shape)}"
+            problems.append(Finding("hole", Severity.ERROR, message, None, fqn, *gap))
+        common = (intersect((origin, entry.shape), box) for box in boxes)
+        if sum(volume(box[1]) for box in common if box) > volume(entry.shape) - (volume(gap[1]) if gap else 0):
+            message = f"{fqn!r}: chunks overlap; which of them counts is not defined"
+            problems.append(Finding("overlap", Severity.ERROR, message, None, fqn))
     return problems
 
 
@@ -77,4 +100,4 @@ def state_of(problems: Iterable[Finding]) -> str:
     kinds = {problem.kind for problem in problems if problem.severity is Severity.ERROR}
     if not kinds:
         return "complete"
-    return "incomplete" if kinds <= {"missing-file", "short-file"} else "damaged"
+    return "incomplete" if kinds <= {"missing-file", "short-file", "rank-metadata-missing"} else "damaged"

@@ -173,9 +173,9 @@ class Checkpoint(Mapping[str, Entry]):
                     f"{self.path}: {fqn!r}: no chunk holds the {list(gap[1])} elements at {list(gap[0])}; "
                     "what the checkpoint does not hold cannot be read"
                 )
-        payloads = [self.payload(entry, chunk) for chunk, _ in parts]
         out = self._named(entry, None, numpy_empty, region[1], entry.dtype)
-        for (chunk, (start, shape)), payload in zip(parts, payloads, strict=True):
+        for chunk, (start, shape) in parts:
+            payload = self.payload(entry, chunk)
             there = [slice(a - b, a - b + n) for a, b, n in zip(start, region[0], shape, strict=True)]
             box = (*there, ...)  # the ellipsis keeps zero dimensions an array
             here = tuple(a - b for a, b in zip(start, chunk.offsets, strict=True))

@@ -39,8 +39,9 @@ class ChunkTable:
         self.file = array("i")
         self.byte_offset = array("q")
         self.byte_length = array("q")
-        self.transform = array("H")
+        self.transform = array("i")
         self._file_index: dict[str, int] = {}
+        self._transform_index: dict[tuple[str, ...], int] = {(): 0}
 
     def add(self, offsets: Ints, sizes: Ints, item: Extent | None) -> None:
         """Append one row."""
@@ -57,9 +58,10 @@ class ChunkTable:
             self.file.append(index)
         self.byte_offset.append(item.byte_offset)
         self.byte_length.append(item.nbytes)
-        if item.transforms not in self.transforms:
+        index = self._transform_index.setdefault(item.transforms, len(self.transforms))
+        if index == len(self.transforms):
             self.transforms.append(item.transforms)
-        self.transform.append(self.transforms.index(item.transforms))
+        self.transform.append(index)
 
     def extend(
         self, boxes: Sequence[Box], files: Sequence[str], byte_offsets: Sequence[int], nbytes: Sequence[int]

@@ -66,26 +66,21 @@ def fill(payload: Payload, read_into: ReadInto, start: Ints, out: np.ndarray[Any
         else:
             window = memoryview(bytearray(nbytes))
             read_into(record, first * itemsize, window)
-            stored = np.frombuffer(window, dtype=out.dtype)
-            out[...] = np.lib.stride_tricks.as_strided(stored, out.shape, [stride * itemsize for stride in strides])
+            # Not as_strided: it rebuilds the dtype from its text, which ml_dtypes' float8_e5m2 does not survive.
+            steps = [stride * itemsize for stride in strides]
+            out[...] = np.ndarray(out.shape, out.dtype, buffer=window, strides=steps)
         checksum.update(first * itemsize, window)
 
     if out.size:
         copy(first, out.transpose(order))
     checksum.check()
-    if payload.conj:
-        _conjugate(out)
-    if payload.neg:
-        np.negative(out, out=out)
-
-
-def _conjugate(out: np.ndarray[Any, Any]) -> None:
-    import numpy as np
-
-    if out.dtype.names:
-        np.negative(out["imag"], out=out["imag"])
-    else:
+    parts = [out[name] for name in out.dtype.names] if out.dtype.names else [out]
+    if payload.conj and out.dtype.names:
+        np.negative(parts[1], out=parts[1])
+    elif payload.conj:
         np.conjugate(out, out=out)
+    for part in parts if payload.neg else ():
+        np.negative(part, out=part)
 
 
 class _Checksum:

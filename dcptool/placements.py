@@ -52,6 +52,11 @@ def layout(shape: Ints, chunks: Chunks) -> str:
     return (", ".join(sharded) or "whole") + suffix
 
 
+def is_grid(shape: Ints, chunks: Chunks) -> bool:
+    """Tell whether the chunks are one box or a regular grid, which covers the tensor exactly."""
+    return not layout(shape, chunks).startswith(("irregular", "no chunks", "empty"))
+
+
 def _tiles(size: int, intervals: list[tuple[int, int]]) -> bool:
     """Tell whether sorted (start, length) intervals follow one another from 0 to `size`."""
     position = 0

@@ -53,5 +53,6 @@ def _folders(storage: Storage, folder: str) -> list[str]:
         if not folder:
             raise
         return []
-    names = [entry.name.rpartition("/")[2] for entry in entries if entry.is_dir]
+    # A link names a step that is elsewhere, or another one of this run: a pointer, not a step.
+    names = [entry.name.rpartition("/")[2] for entry in entries if entry.is_dir and not entry.is_link]
     return [name for name in names if not name.startswith(".")]

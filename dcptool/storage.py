@@ -22,11 +22,12 @@ _URL_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 class Entry(NamedTuple):
-    """One name in a listing: a file with its size in bytes, or a folder (nbytes 0)."""
+    """One name in a listing: a file with its size in bytes, or a folder (nbytes 0); either may be a symbolic link."""
 
     name: str
     nbytes: int
     is_dir: bool
+    is_link: bool = False
 
 
 class Storage(Protocol):
@@ -78,8 +79,8 @@ class LocalStorage:
                 name = f"{folder}/{item.name}" if folder else item.name
                 try:
                     is_dir = item.is_dir()
-                    entries.append(Entry(name, 0 if is_dir else item.stat().st_size, is_dir))
-                except FileNotFoundError:  # a dangling link, or gone since the listing
+                    entries.append(Entry(name, 0 if is_dir else item.stat().st_size, is_dir, item.is_symlink()))
+                except OSError:  # a dangling or looping link, or gone since the listing
                     continue
         return sorted(entries)
 
@@ -168,6 +169,7 @@ class FsspecStorage:
     def entries(self, folder: str = "") -> list[Entry]:
         path = self._path(folder)
         with _translated(self._shown(folder)):
+            self._filesystem.invalidate_cache()  # somebody else may be writing there
             found = self._filesystem.ls(path, detail=True)
         entries = {}
         for item in found:
@@ -258,6 +260,7 @@ def _locate_url(url: str) -> Location:
     try:
         with _translated(url):
             filesystem, path = url_to_fs(url)
+            filesystem.invalidate_cache()
             found = filesystem.info(path)
     except (ImportError, ValueError) as error:
         extra = _URL_EXTRAS.get(protocol)
@@ -291,6 +294,9 @@ def join(root: str, name: str) -> str:
     """Return the path or URL of a name under a root, as a user would type it."""
     if not name:
         return root
+    if "::" in root:  # a chain: the name belongs to its first link
+        first, _, rest = root.partition("::")
+        return f"{join(first, name)}::{rest}"
     if root.endswith("://"):
         return root + name
     return name if root == "." else f"{root.rstrip('/')}/{name}"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from dcptool.check import file_problems, state_of
+from dcptool.check import cover_problems, file_problems, state_of
 from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError, UnsupportedError
 from dcptool.findings import Finding, Severity
@@ -25,6 +25,8 @@ from dcptool.storage import Location, join, locate
 
 MAX_VALUES = 2_000
 """Objects whose values are read for one summary; select with `keys` to see others."""
+MAX_VALUES_NBYTES = 32 << 20
+"""Bytes of such objects together."""
 
 
 class TensorSummary(NamedTuple):
@@ -219,8 +221,9 @@ def summarize_checkpoint(
     tensors = tuple(_tensor(entry, chunks) for fqn in selected if isinstance(entry := checkpoint[fqn], TensorEntry))
     names = [fqn for fqn in selected if not isinstance(checkpoint[fqn], TensorEntry)]
     unreadable: dict[str, list[DcptoolError]] = {}
-    objects = tuple(_object(checkpoint, fqn, index < MAX_VALUES, unreadable) for index, fqn in enumerate(names))
-    problems = [*checkpoint.problems, *file_problems(checkpoint)]
+    within = _within_budget(checkpoint, names)
+    objects = tuple(_object(checkpoint, fqn, fqn in within, unreadable) for fqn in names)
+    problems = [*checkpoint.problems, *file_problems(checkpoint), *cover_problems(checkpoint)]
     if state_of(problems) != "incomplete":  # what is not there cannot be read, and is said already
         problems += _unreadable(unreadable)
     return CheckpointSummary(
@@ -283,9 +286,22 @@ def _tensor(entry: TensorEntry, chunks: bool) -> TensorSummary:
     return TensorSummary(entry.fqn, entry.dtype, entry.shape, entry.nbytes, shown, len(entry.chunks), files, kept)
 
 
+def _within_budget(checkpoint: Checkpoint, names: Sequence[str]) -> set[str]:
+    """Return the objects that are read: so many, and so many stored bytes together, whatever a checkpoint holds."""
+    within: set[str] = set()
+    nbytes = 0
+    for fqn in names[:MAX_VALUES]:
+        entry = checkpoint[fqn]
+        if checkpoint.format == "dcp" and isinstance(entry, ObjectEntry) and entry.item:
+            nbytes += entry.item.nbytes
+        if nbytes <= MAX_VALUES_NBYTES:
+            within.add(fqn)
+    return within
+
+
 def _object(checkpoint: Checkpoint, fqn: str, read: bool, unreadable: dict[str, list[DcptoolError]]) -> ObjectSummary:
     if not read:
-        return ObjectSummary(fqn, None, None, f"not read: more than {MAX_VALUES:,} objects; select it with keys")
+        return ObjectSummary(fqn, None, None, "not read, there are too many or too large ones; select it with --keys")
     try:
         value = checkpoint.value(fqn)
     except DcptoolError as error:

@@ -60,6 +60,9 @@ class _Group(click.Group):
         except OSError as error:  # of our own output: what the library meets, it translates
             _complain(f"cannot write the output: {error.strerror or error}")
             code = EXIT_FAILED
+        except MemoryError:
+            _complain("there is not enough memory for this")
+            code = EXIT_FAILED
         except Exception as error:
             if debug:
                 raise

@@ -13,10 +13,12 @@ from dcptool.formats.dcp.metadata import check_pickle_start
 from dcptool.formats.dcp.reader import METADATA, data_file_rank, is_dcp, open_dcp, rank_metadata
 from dcptool.formats.safetensors import INDEX_SUFFIX, SUFFIX, open_safetensors
 from dcptool.formats.torch_save import LEGACY_MAGIC, open_torch_save
-from dcptool.storage import Location, Storage, join, locate
+from dcptool.steps import step_number
+from dcptool.storage import Entry, Location, Storage, join, locate
 
 MAX_PART_DEPTH = 3
-MAX_FOLDERS = 200
+MAX_FOLDERS = 2_000
+"""Folders of one level that are looked into."""
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 _OTHER_TOOLS = (
     (re.compile(r"metadata\.pkl"), "a checkpoint with metadata.pkl, a format after DCP's; the software that wrote it"),
@@ -148,7 +150,7 @@ def find_parts(location: Location) -> list[Part]:
                 if depth == 0 and is_dcp(files):
                     return parts
             if not kind or (depth == 0 and not is_dcp(files)):
-                deeper += [entry.name for entry in entries if entry.is_dir and not _is_hidden(entry.name)]
+                deeper += [entry.name for entry in entries if entry.is_dir and not _is_passed_over(entry)]
         level = deeper
     return parts
 
@@ -174,9 +176,11 @@ def not_a_checkpoint(location: Location) -> str:
     )
 
 
-def _is_hidden(folder: str) -> bool:
-    name = folder.rpartition("/")[2]
-    return name.startswith((".", "tmp_", "__pycache__")) or ".tmp" in name
+def _is_passed_over(entry: Entry) -> bool:
+    """Tell whether a folder is hidden, somebody's work in progress, or a link that only points at a step."""
+    name = entry.name.rpartition("/")[2]
+    hidden = name.startswith((".", "tmp_", "__pycache__")) or ".tmp" in name
+    return hidden or (entry.is_link and (name.startswith("latest") or step_number(name) is not None))
 
 
 def _open_file(storage: Storage, name: str) -> Checkpoint:

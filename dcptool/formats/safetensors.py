@@ -7,22 +7,24 @@ named `shard-RRRRR-model-….safetensors` whose tensors are parts of larger ones
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dcptool.checkpoint import Checkpoint, Entry, ObjectEntry, TensorEntry
 from dcptool.chunks import ChunkTable
-from dcptool.errors import MetadataError, UnsupportedError
+from dcptool.errors import CheckpointNotFoundError, MetadataError, UnsupportedError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.metadata import is_inside
 from dcptool.formats.safetensors_header import Header, read_header
 from dcptool.model import Chunk, Extent, Ints, Payload, Record
-from dcptool.regions import Box, contiguous_strides
+from dcptool.regions import Box, contiguous_strides, volume
 from dcptool.storage import Storage, join
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_INDEX_NBYTES = 1 << 30
+_SHARD = re.compile(r"shard-(\d{5})-")
 
 
 class SafetensorsSource:
@@ -55,23 +57,21 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
     """
     index = name if name.endswith(INDEX_SUFFIX) else ""
     if not name:
-        index = next((file for file in sorted(files) if file.endswith(INDEX_SUFFIX)), "")
+        indexes = sorted(file for file in files if file.endswith(INDEX_SUFFIX))
+        if len(indexes) > 1:
+            paths = ", ".join(join(storage.root, file) for file in indexes)
+            raise CheckpointNotFoundError(f"{storage.root} holds {len(indexes)} safetensors indexes; name one: {paths}")
+        index = indexes[0] if indexes else ""
     weight_map = _weight_map(storage, index, files.get(index, 0)) if index else None
-    problems: list[Finding] = []
     if weight_map is not None:
         wanted = list(dict.fromkeys(weight_map.values()))
     else:
         wanted = [name] if name else sorted(file for file in files if file.endswith(SUFFIX))
-    headers = {}
-    for file in wanted:
-        if file in files:
-            headers[file] = _header(storage, file, files[file])
-        else:
-            message = f"{index} names {file}, which is not there"
-            problems.append(Finding("missing-file", Severity.ERROR, message, file, next_step="Copy it here again."))
+    headers, problems = _headers(storage, files, wanted, index)
     parts = _parts(headers)
     if weight_map is not None:
         problems += _index_problems(index, weight_map, parts, headers)
+    problems += _missing_shards(headers)
     sharded = any(header.saved_offsets for header in headers.values())
     own = {file: nbytes for file, nbytes in files.items() if file in headers or file == index}
     table = ChunkTable()
@@ -89,6 +89,40 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
         SafetensorsSource(storage), tuple(problems),
         {"metadata": {file: header.metadata for file, header in headers.items()}},
     )  # fmt: skip
+
+
+def _headers(
+    storage: Storage, files: Mapping[str, int], wanted: Sequence[str], index: str
+) -> tuple[dict[str, Header], list[Finding]]:
+    """Read the headers of several files; of one that is missing or damaged among others, say so."""
+    headers: dict[str, Header] = {}
+    problems: list[Finding] = []
+    for file in wanted:
+        nbytes = files.get(file)
+        if nbytes is None and "/" in file:
+            nbytes = storage.size(file)
+        if nbytes is None:
+            message = f"{index} names {file}, which is not there"
+            problems.append(Finding("missing-file", Severity.ERROR, message, file, next_step="Copy it here again."))
+            continue
+        try:
+            headers[file] = _header(storage, file, nbytes)
+        except MetadataError as error:
+            if len(wanted) == 1:
+                raise
+            step = "Copy it here again."
+            problems.append(Finding("bad-file", Severity.ERROR, str(error), file, next_step=step))
+    return headers, problems
+
+
+def _missing_shards(headers: Mapping[str, Header]) -> list[Finding]:
+    """Name the ranks between the first and the last whose files are missing; that the last are, nothing tells."""
+    ranks = {int(match[1]) for file in headers if (match := _SHARD.match(file))}
+    if not ranks or len(ranks) == max(ranks):
+        return []
+    missing = [rank for rank in range(1, max(ranks)) if rank not in ranks][:20] if max(ranks) < 1 << 20 else []
+    message = f"files of shards {', '.join(map(str, missing)) or 'between others'} are missing: {len(ranks)} are there"
+    return [Finding("missing-file", Severity.ERROR, message, next_step="Gather the files of all ranks.")]
 
 
 def _header(storage: Storage, file: str, nbytes: int) -> Header:
@@ -113,7 +147,7 @@ def _weight_map(storage: Storage, index: str, nbytes: int) -> dict[str, str]:
     return named
 
 
-_Part = tuple[Box, str, Extent]  # box in the whole tensor, dtype, where it is
+_Part = tuple[Box, str, Extent, bool]  # box in the whole tensor, dtype, where it is, whether the file says it is a part
 
 
 def _parts(headers: Mapping[str, Header]) -> dict[str, list[_Part]]:
@@ -123,25 +157,32 @@ def _parts(headers: Mapping[str, Header]) -> dict[str, list[_Part]]:
         for fqn, found in header.tensors.items():
             offsets = header.saved_offsets.get(fqn, (0,) * len(found.shape))
             item = Extent(file, header.data_offset + found.byte_offset, found.nbytes)
-            parts.setdefault(fqn, []).append(((offsets, found.shape), found.dtype, item))
+            sharded = fqn in header.saved_offsets
+            parts.setdefault(fqn, []).append(((offsets, found.shape), found.dtype, item, sharded))
     return parts
 
 
 def _entry(fqn: str, parts: list[_Part], table: ChunkTable, problems: list[Finding]) -> TensorEntry:
-    (first_offsets, _), dtype, _ = parts[0]
+    (first_offsets, _), dtype, _, _ = parts[0]
     ndim = len(first_offsets)
     shape: Ints = (0,) * ndim
     mark = table.mark()
     placed: set[Box] = set()
     replicas = []
-    for box, part_dtype, item in parts:
+    for box, part_dtype, item, sharded in parts:
         if len(box[0]) != ndim or part_dtype != dtype:
             message = (
                 f"{fqn!r} is {part_dtype} with {len(box[0])} dimensions in {item.file}, other files differ; left out"
             )
             problems.append(Finding("parts-disagree", Severity.ERROR, message, item.file, fqn))
+        elif placed and not sharded:
+            message = f"{fqn!r} is in {parts[0][2].file} and in {item.file}, which are no shards; the first is shown"
+            problems.append(Finding("duplicate-name", Severity.ERROR, message, item.file, fqn))
         elif box in placed:
             replicas.append(Chunk(*box, item))
+        elif volume(tuple(a + b for a, b in zip(*box, strict=True))) >= 1 << 59:
+            message = f"{fqn!r} is said to begin at {list(box[0])} in {item.file}, beyond any tensor; left out"
+            problems.append(Finding("bad-chunk", Severity.ERROR, message, item.file, fqn))
         else:
             placed.add(box)
             table.add(*box, item)
@@ -155,7 +196,7 @@ def _index_problems(
 ) -> list[Finding]:
     problems = []
     for fqn, file in weight_map.items():
-        if file in headers and not any(item.file == file for _, _, item in parts.get(fqn, ())):
+        if file in headers and not any(item.file == file for _, _, item, _ in parts.get(fqn, ())):
             message = f"{index} says {fqn!r} is in {file}, but it is not"
             step = "The set is damaged or mixed from two saves; copy or export it again."
             problems.append(Finding("missing-tensor", Severity.ERROR, message, file, fqn, next_step=step))

@@ -78,7 +78,14 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
         if isinstance(error, MetadataError):
             raise
         raise MetadataError(f"the safetensors header is damaged: {type(error).__name__}: {error}") from None
-    tensors = dict(sorted(found.items(), key=lambda item: item[1].byte_offset))
+    tensors = dict(sorted(found.items(), key=lambda item: (item[1].byte_offset, item[1].nbytes)))
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.byte_offset != end:
+            raise MetadataError(f"tensor {name!r} begins at byte {tensor.byte_offset} of the data, not at {end}")
+        end += tensor.nbytes
+    if end != data_nbytes:
+        raise MetadataError(f"the safetensors header describes {end} bytes of data, there are {data_nbytes}")
     return Header(tensors, _saved_offsets(metadata, tensors), metadata, 8 + length)
 
 
@@ -110,7 +117,7 @@ def _saved_offsets(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTens
     try:
         sharding = json.loads(text) if not _DEEP.search(text.encode()) else {}
         offsets = {name: tuple(sharding[name]["saved_offsets"]) for name in tensors if name in sharding}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise MetadataError(f"DCP_SHARDING_INFO of the safetensors header is damaged: {error}") from None
     for name, start in offsets.items():
         valid = all(type(number) is int and 0 <= number < 1 << 62 for number in start)

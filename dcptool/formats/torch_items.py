@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from dcptool import dtypes
 from dcptool.errors import ItemError
 from dcptool.formats.torch_zip import TorchZip
 from dcptool.model import Extent, Payload, Record
 from dcptool.pickles import inert, plain
 from dcptool.pickles.standins import qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
+from dcptool.regions import span
 
 
 def payload_of(view: TensorView, archive: TorchZip, item: Extent) -> Payload:
@@ -26,7 +28,8 @@ def payload_of(view: TensorView, archive: TorchZip, item: Extent) -> Payload:
     """
     archive.require_little_endian()
     member = archive.member(f"data/{view.storage}")
-    if member.nbytes != view.storage_nbytes:
+    # torch counts a storage in elements of the tensor's dtype and drops a remainder that is no whole element.
+    if not 0 <= member.nbytes - view.storage_nbytes < dtypes.lookup(view.dtype).itemsize:
         raise ItemError(f"record {member.name!r} has {member.nbytes} bytes, its pickle says {view.storage_nbytes}")
     record = Record(item, archive.data_offset(member), member.nbytes, member.name, member.crc32)
     return Payload(record, view.dtype, view.shape, view.strides, view.storage_offset, view.conj, view.neg)
@@ -48,7 +51,10 @@ def tensor_payload(archive: TorchZip, item: Extent) -> Payload:
 def decoded(root: Any, archive: TorchZip) -> Any:
     """Return an object of a zip's pickle in readable form, with the values of small tensors in it."""
 
-    def read_storage(view: TensorView) -> bytes:
-        return archive.content(f"data/{view.storage}", view.storage_nbytes)
+    def read_view(view: TensorView) -> bytes:
+        record = payload_of(view, archive, Extent("", 0, archive.nbytes)).record
+        itemsize = dtypes.lookup(view.dtype).itemsize
+        start = record.byte_offset + view.storage_offset * itemsize
+        return archive.read(start, span(view.shape, view.strides) * itemsize)
 
-    return plain.decode(root, read_storage)
+    return plain.decode(root, read_view)

@@ -15,15 +15,15 @@ from dcptool.findings import Finding, Severity
 from dcptool.formats import torch_items
 from dcptool.formats.torch_zip import TorchZip
 from dcptool.model import Chunk, Extent, Payload, Record
-from dcptool.pickles import inert
+from dcptool.pickles import inert, plain
 from dcptool.pickles.standins import Global, Node, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
 from dcptool.storage import Storage, join
 
 MAX_DEPTH = 60
-MAX_ENTRIES = 1_000_000
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
+MAX_KEY_CHARS = 10_000
 ROOT_NAME = "."
 """Name of the entry when the file holds one value that is no dict."""
 
@@ -61,7 +61,8 @@ def open_torch_save(storage: Storage, name: str, nbytes: int) -> Checkpoint:
         archive = TorchZip(lambda at, n: storage.read(name, at, n), nbytes)
         if "constants.pkl" in archive.members:
             raise UnsupportedError("it is a TorchScript archive, not a state dict; torch.jit.load reads it")
-        root = inert.load(archive.content("data.pkl"))
+        pickled = archive.content("data.pkl")
+        root = inert.load(pickled)
     except (ItemError, MetadataError) as error:
         raise MetadataError(f"{path}: {error}") from error
     except UnsupportedError as error:
@@ -70,14 +71,18 @@ def open_torch_save(storage: Storage, name: str, nbytes: int) -> Checkpoint:
     table = ChunkTable()
     entries: dict[str, Entry] = {}
     problems: list[Finding] = []
-    for entry_path, value in _leaves(root):
+    again: dict[str, int] = {}
+    # A value takes two bytes at the least; more of them means shared dicts that multiply.
+    limit = 1000 + len(pickled)
+    for count, (entry_path, value) in enumerate(_leaves(root)):
+        if count > limit:
+            raise MetadataError(f"{path}: it stands for more than {limit:,} entries")
         fqn = ".".join(map(str, entry_path)) or ROOT_NAME
         if fqn in entries:
-            message = f"{fqn!r} is the name of two entries once nested keys are joined; the first is shown"
-            problems.append(Finding("duplicate-name", Severity.ERROR, message, name, fqn))
-            continue
-        if len(entries) >= MAX_ENTRIES:
-            raise MetadataError(f"{path}: it stands for more than {MAX_ENTRIES:,} entries")
+            again[fqn] = again.get(fqn, 1) + 1
+            message = f"{fqn!r} is the name of several entries once keys are text; this one has a number added"
+            fqn = f"{fqn}#{again[fqn]}"
+            problems.append(Finding("duplicate-name", Severity.WARNING, message, name, fqn))
         entries[fqn] = _entry(fqn, entry_path, value, source, table, item, problems)
     evidence = ("a torch.save zip",)
     return Checkpoint(
@@ -113,14 +118,28 @@ def _mapping(value: Any) -> Mapping[Any, Any] | None:
     """Return the items of a dict, or of one of its kin in `collections` that was not executed."""
     if isinstance(value, dict):
         return value
-    if not isinstance(value, Node) or not value.called or not isinstance(value.function, Global):
+    if not isinstance(value, Node) or not isinstance(value.function, Global):
         return None
     name = qualified_name(value)
-    if name in ("collections.OrderedDict", "collections.defaultdict"):
-        return dict(value.items or ())
-    if name == "collections.Counter" and len(value.args) == 1 and isinstance(value.args[0], dict):
-        return value.args[0]
-    return None
+    try:
+        if name in ("collections.OrderedDict", "collections.defaultdict") and value.called:
+            return dict(value.items or ())
+        if name == "collections.Counter" and len(value.args) == 1 and isinstance(value.args[0], dict):
+            return value.args[0]
+        # An instance with items set on it is of a subclass of dict.
+        return dict(value.items) if value.items and not value.called and not value.args else None
+    except TypeError:  # a key that cannot be hashed: no pickler writes that
+        return None
+
+
+def _key(key: Any) -> str:
+    """Return a dict key as text: as `str` does for plain ones, else as its readable form."""
+    if isinstance(key, str):
+        return key
+    try:
+        return str(plain.decode(key))[:MAX_KEY_CHARS]
+    except (DcptoolError, ValueError):
+        return f"<{qualified_name(key)}>"
 
 
 def _leaves(root: Any) -> Iterator[tuple[Path, Any]]:
@@ -137,7 +156,7 @@ def _leaves(root: Any) -> Iterator[tuple[Path, Any]]:
         mapping = _mapping(value)
         if mapping:
             for key, part in mapping.items():
-                yield from walk(part, (*path, str(key)))
+                yield from walk(part, (*path, _key(key)))
         elif isinstance(value, list) and value and (not path or _is_entered(value, entered)):
             for index, part in enumerate(value):
                 yield from walk(part, (*path, index))

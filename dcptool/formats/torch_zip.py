@@ -66,7 +66,10 @@ class TorchZip:
         self._head = read(0, nbytes if nbytes <= _WHOLE_NBYTES else _AHEAD_NBYTES)
         self._tail_offset = max(len(self._head), nbytes - _AHEAD_NBYTES)
         self._tail = read(self._tail_offset, nbytes - self._tail_offset)
-        self.members = self._directory()
+        try:
+            self.members = self._directory()
+        except struct.error:
+            raise ItemError("the directory of its zip is damaged") from None
 
     def read(self, byte_offset: int, nbytes: int) -> bytes:
         """Return bytes of the zip, from what was read already where possible."""

@@ -20,6 +20,8 @@ from dcptool.pickles.standins import Global, Node, PersistentId
 
 MAX_KEY_DEPTH = 200
 """Tuples inside tuples, in a dict key or set member. torch's own pickles use one."""
+MAX_LONG_KEYS = 1000
+"""Dict keys and set members that are numbers of more than 64 bits."""
 _INSTANCE = b"\x81\x94}\x94("  # NEWOBJ, and its state begun: EMPTY_DICT, MARK
 
 
@@ -65,6 +67,7 @@ class Machine:
         self.globals: dict[tuple[str, str], Global] = {}
         self.understood = understood
         # Steps of hashing: keys are made of the pickle's own bytes, so more means shared tuples that multiply.
+        self.long_keys = 0
         self.budget = 16 * len(data) + 100_000
 
     def run(self) -> Any:
@@ -342,7 +345,11 @@ class Machine:
 
     def _measure_one(self, key: Any, depth: int) -> None:
         if type(key) is int:
-            self.budget -= key.bit_length() >> 6
+            if key.bit_length() > 64:  # such numbers can be chosen to hash alike, which makes a dict quadratic
+                self.budget -= key.bit_length() >> 6
+                self.long_keys += 1
+                if self.long_keys > MAX_LONG_KEYS:
+                    raise UnsafePickleError(f"the pickle was not read: over {MAX_LONG_KEYS} keys are huge numbers")
             return
         if depth > MAX_KEY_DEPTH:
             raise UnsafePickleError(f"the pickle was not read: a key has tuples nested more than {MAX_KEY_DEPTH} deep")

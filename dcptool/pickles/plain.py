@@ -16,7 +16,7 @@ from dcptool.errors import DcptoolError, ItemError
 from dcptool.model import Ints
 from dcptool.pickles.standins import Global, Node, PersistentId, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
-from dcptool.regions import is_contiguous
+from dcptool.regions import span
 
 MAX_DEPTH = 60
 MAX_VALUES = 100_000
@@ -24,7 +24,12 @@ MAX_VALUES = 100_000
 MAX_ELEMENTS = 1_000
 """Elements of a tensor or array that are unpacked for display."""
 
-ReadStorage = Callable[[TensorView], bytes]
+MAX_INT_BITS = 10_000
+"""Longer numbers are shown as what they are, not digit by digit: Python refuses to print them."""
+MAX_SPAN = 64 * MAX_ELEMENTS
+"""Elements from the first to the last of a strided tensor that is unpacked."""
+
+ReadView = Callable[[TensorView], bytes]
 
 
 class Opaque:
@@ -93,12 +98,13 @@ class Array:
         return f"{name}({self.nested()!r}{suffix}, dtype={self.dtype})"
 
 
-def decode(root: Any, read_storage: ReadStorage | None = None) -> Any:
+def decode(root: Any, read_view: ReadView | None = None) -> Any:
     """Return the readable form of a loaded pickle.
 
     Args:
         root: what `inert.load` gave.
-        read_storage: returns the bytes of a tensor's storage; without it tensors show shape and dtype only.
+        read_view: returns a tensor's bytes from its first element to its last; without it tensors show shape and
+            dtype only.
 
     Returns:
         Python values, with `Size`, `Named`, `Array` and `Opaque` where Python has none of its own.
@@ -106,7 +112,7 @@ def decode(root: Any, read_storage: ReadStorage | None = None) -> Any:
     Raises:
         ItemError: the object stands for more than MAX_VALUES values or is nested more than MAX_DEPTH deep.
     """
-    return _Decoder(read_storage).value(root, 0)
+    return _Decoder(read_view).value(root, 0)
 
 
 def class_name(value: Any) -> str:
@@ -129,37 +135,47 @@ def is_plain(value: Any) -> bool:
 
 
 def to_json(value: Any) -> Any:
-    """Return a decoded value for JSON, None where JSON cannot say it (then class and repr must serve).
+    """Return a decoded value for JSON; None where JSON cannot say all of it (then class and repr must serve).
 
     Tuples and sizes become lists; names of dtypes, devices and paths become text.
     """
+    try:
+        return _jsonable(value)
+    except TypeError:
+        return None
+
+
+def _jsonable(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, float):
-        return value if value - value == 0 else None
+    if isinstance(value, float) and value - value == 0:
+        return value
     if isinstance(value, Named):
         return value.text
-    if isinstance(value, Array):
-        return to_json(value.nested())
+    if isinstance(value, Array) and value.values is not None:
+        return _jsonable(value.nested())
     if isinstance(value, list | tuple):
-        return [to_json(item) for item in value]
+        return [_jsonable(item) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: to_json(item) for key, item in value.items()}
-    return None
+        return {key: _jsonable(item) for key, item in value.items()}
+    raise TypeError(class_name(value))
 
 
 class _Decoder:
-    def __init__(self, read_storage: ReadStorage | None) -> None:
-        self.read_storage = read_storage
+    def __init__(self, read_view: ReadView | None) -> None:
+        self.read_view = read_view
         self.open: set[int] = set()
         self.count = 0
 
     def value(self, item: Any, depth: int) -> Any:
+        """Decode anything, counting."""
         self.count += 1
         if self.count > MAX_VALUES:
             raise ItemError(f"it stands for more than {MAX_VALUES:,} values")
         if item is None or isinstance(item, bool | int | float | complex | str | bytes | bytearray):
             self.count += len(item) // 1000 if isinstance(item, str | bytes | bytearray) else 0
+            if isinstance(item, int) and item.bit_length() > MAX_INT_BITS:
+                return Named("int", f"<int of {item.bit_length():,} bits>")
             return item
         if depth > MAX_DEPTH:
             raise ItemError(f"it is nested more than {MAX_DEPTH} levels deep")
@@ -178,8 +194,10 @@ class _Decoder:
             return Named("torch.dtype", name) if name.startswith("torch.") and dtype in dtypes.BY_NAME else Opaque(name)
         if isinstance(item, Node):
             return self._node(item, depth)
-        if isinstance(item, list | tuple | set | frozenset):
+        if isinstance(item, list | tuple):
             return type(item)(self.value(part, depth) for part in item)
+        if isinstance(item, set | frozenset):
+            return type(item)(self._key(part, depth) for part in item)
         if isinstance(item, dict):
             return self._mapping(item.items(), depth)
         if isinstance(item, PersistentId):
@@ -219,21 +237,14 @@ class _Decoder:
         return made
 
     def _tensor(self, view: TensorView) -> Array:
-        count = prod(view.shape)
         values = None
-        if self.read_storage and count <= MAX_ELEMENTS and is_contiguous(view.shape, view.strides):
+        if self.read_view and prod(view.shape) <= MAX_ELEMENTS and span(view.shape, view.strides) <= MAX_SPAN:
             try:
-                values = self._unpacked(view, count)
+                stored = dtypes.unpack(view.dtype, self.read_view(view))
             except DcptoolError:
-                values = None
+                stored = None
+            values = None if stored is None else _strided(stored, view)
         return Array("torch.Tensor", view.dtype, view.shape, values)
-
-    def _unpacked(self, view: TensorView, count: int) -> list[Any] | None:
-        if self.read_storage is None or view.conj or view.neg:
-            return None
-        itemsize = dtypes.lookup(view.dtype).itemsize
-        start = view.storage_offset * itemsize
-        return dtypes.unpack(view.dtype, self.read_storage(view)[start : start + count * itemsize])
 
     # What follows builds the value of one understood call; args are decoded already.
 
@@ -265,6 +276,17 @@ class _Decoder:
         if code is None or not isinstance(data, bytes):
             return Opaque(f"numpy.{dtype_name}")
         return dtypes.unpack(code, data)[0]
+
+
+def _strided(stored: list[Any], view: TensorView) -> list[Any]:
+    """Pick the elements of a strided view in row-major order, and undo conj and neg."""
+    places = [0]
+    for size, stride in zip(view.shape, view.strides, strict=True):
+        places = [place + index * stride for place in places for index in range(size)]
+    values = [stored[place] for place in places]
+    if view.conj:
+        values = [value.conjugate() for value in values]
+    return [-value for value in values] if view.neg else values
 
 
 def _numpy_type(node: Any) -> tuple[str, str | None]:
@@ -316,6 +338,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "builtins.bytearray": lambda d, node, args, depth: bytearray(args[0] if isinstance(args[0], bytes) else b""),
     "builtins.complex": lambda d, node, args, depth: complex(*args),
     "builtins.slice": lambda d, node, args, depth: Named("slice", f"slice{tuple(args)!r}"),
+    "builtins.xrange": lambda d, node, args, depth: Named("range", f"range({', '.join(map(repr, args))})"),
     "builtins.range": lambda d, node, args, depth: Named("range", f"range({', '.join(map(repr, args))})"),
     "_codecs.encode": _encoded,
     "torch.Size": lambda d, node, args, depth: Size(*args),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_MAX_CALLS = 8
+"""Calls of calls that a name is looked for behind."""
 _MOVED = {"__builtin__": "builtins", "pathlib._local": "pathlib", "exceptions": "builtins"}
 
 
@@ -63,8 +65,19 @@ def qualified_name(value: Any) -> str:
 
     Names that moved are given where they live today: `__builtin__` is `builtins`, `pathlib._local` is `pathlib`.
     """
-    while isinstance(value, Node):
+    for _ in range(_MAX_CALLS):
+        if not isinstance(value, Node):
+            break
         value = value.function
     if isinstance(value, Global):
         return f"{_MOVED.get(value.module, value.module)}.{value.name}"
     return type(value).__name__
+
+
+def brief(value: Any) -> str:
+    """Return what an undecoded value is, in few characters and in little time whatever it holds."""
+    if isinstance(value, str | bytes):
+        return repr(value[:80]) + ("…" if len(value) > 80 else "")
+    if value is None or isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() <= 64):
+        return repr(value)
+    return f"a {qualified_name(value)}"

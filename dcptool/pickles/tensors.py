@@ -22,7 +22,8 @@ _TENSORS = {
     "torch._utils._rebuild_tensor_v2": 6,
     "torch._utils._rebuild_tensor_v3": 7,
 }
-_PLAIN_TYPES = {"torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter"}
+_MAX_WRAPPERS = 8
+"""Calls around the one that rebuilds a tensor: parameter, subclass."""
 
 
 class TensorView(NamedTuple):
@@ -52,15 +53,15 @@ def tensor_view(node: Any) -> TensorView | None:
     Raises:
         ItemError: it says it is a tensor, but sizes, strides and storage do not fit together.
     """
-    while isinstance(node, Node) and node.called:
+    for _ in range(_MAX_WRAPPERS):
+        if not isinstance(node, Node) or not node.called:
+            return None
         name = qualified_name(node.function)
         if name in _PARAMETERS and node.args:
             node = node.args[0]
         elif name == "torch._tensor._rebuild_from_type_v2" and len(node.args) == 4:
-            function, kind, arguments, _ = node.args
-            if qualified_name(kind) not in _PLAIN_TYPES or not isinstance(function, Global | Node):
-                return None
-            if not isinstance(arguments, tuple):
+            function, _, arguments, _ = node.args  # a subclass of Tensor, or a tensor with attributes
+            if not isinstance(function, Global) or not isinstance(arguments, tuple):
                 return None
             node = Node(function, arguments, True)
         elif name in _TENSORS and len(node.args) >= _TENSORS[name]:

@@ -131,7 +131,7 @@ def _groups_text(checkpoint: CheckpointSummary) -> str:
             f"{group.elements:,}",
             nbytes(group.nbytes),
             f"{group.n_objects:,}",
-            ", ".join(group.dtypes),
+            ", ".join(map(shown, group.dtypes)),
         ]
         for group in checkpoint.groups
     ]
@@ -143,7 +143,7 @@ def _tensors_text(checkpoint: CheckpointSummary) -> str:
     rows = []
     for tensor in checkpoint.tensors:
         shape = "×".join(map(str, tensor.shape)) or "scalar"
-        rows.append([shown(tensor.fqn), tensor.dtype, shape, nbytes(tensor.nbytes), tensor.layout])
+        rows.append([shown(tensor.fqn), shown(tensor.dtype), shape, nbytes(tensor.nbytes), tensor.layout])
     if not rows:
         return ""
     text = table(["tensor", "dtype", "shape", "bytes", "layout"], rows, right=(3,))

@@ -16,12 +16,13 @@ from dcptool.pickles import inert
 from dcptool.regions import contiguous_strides, volume
 from dcptool.storage import Storage
 
-MAX_VALUE_NBYTES = 64 << 20
+MAX_VALUE_NBYTES = 32 << 20
 """An object's item longer than this is not decoded for display."""
 _ZIP = b"PK\x03\x04"
 _START_NBYTES = 64
 _DECODED_NBYTES = 64 << 20
-_DECODED_ITEMS = 4
+"""A compressed item may always have this many bytes once it is not, and so many are kept."""
+_PIECE_NBYTES = 1 << 20
 
 
 class DcpSource:
@@ -31,6 +32,7 @@ class DcpSource:
         self._storage = storage
         self._headers: dict[tuple[str, int], Header] = {}
         self._decoded: OrderedDict[Extent, bytes] = OrderedDict()
+        self._limits: dict[Extent, int] = {}
 
     def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
         nbytes = self._nbytes(item, volume(chunk.sizes) * dtypes.lookup(entry.dtype).itemsize)
@@ -45,7 +47,7 @@ class DcpSource:
         item = entry.item
         if item is None:
             raise ItemError("the metadata has no place for it")
-        nbytes = self._nbytes(item, MAX_VALUE_NBYTES)
+        nbytes = self._nbytes(item, MAX_VALUE_NBYTES // 4)
         if nbytes > MAX_VALUE_NBYTES:
             raise UnsupportedError(f"an object of {nbytes:,} bytes is too large to show")
         start = self._read(item, 0, min(nbytes, _START_NBYTES))
@@ -64,25 +66,27 @@ class DcpSource:
 
     def _nbytes(self, item: Extent, expected: int) -> int:
         """Return an item's length after its transforms are undone; more than 4 × `expected` bytes are refused."""
-        if item.transforms:
-            return len(self._undone(item, 4 * expected))
-        return item.nbytes
+        if not item.transforms:
+            return item.nbytes
+        self._limits[item] = max(4 * expected, _DECODED_NBYTES)
+        return len(self._undone(item))
 
     def _read(self, item: Extent, byte_offset: int, nbytes: int) -> bytes:
         if not item.transforms:
             return self._storage.read(item.file, item.byte_offset + byte_offset, nbytes)
-        data = self._undone(item, 0)[byte_offset : byte_offset + nbytes]
+        data = self._undone(item)[byte_offset : byte_offset + nbytes]
         if len(data) < nbytes:
             raise ItemError(f"it ends before byte {byte_offset + nbytes} of its uncompressed form")
         return data
 
-    def _undone(self, item: Extent, expected: int) -> bytes:
+    def _undone(self, item: Extent) -> bytes:
+        """Return an item with its transforms undone; the last ones are kept, for they are read piece by piece."""
         data = self._decoded.get(item)
         if data is None:
             stored = self._storage.read(item.file, item.byte_offset, item.nbytes)
-            data = undo_transforms(stored, item.transforms, max(expected, _DECODED_NBYTES))
+            data = undo_transforms(stored, item.transforms, self._limits.get(item, _DECODED_NBYTES))
             self._decoded[item] = data
-            while len(self._decoded) > _DECODED_ITEMS:
+            while len(self._decoded) > 1 and sum(map(len, self._decoded.values())) > _DECODED_NBYTES:
                 self._decoded.popitem(last=False)
         return data
 
@@ -141,9 +145,17 @@ def undo_transforms(data: bytes, transforms: tuple[str, ...], limit: int) -> byt
             raise UnsupportedError("it is zstd-compressed; pip install 'dcptool[zstd]'") from None
         try:
             with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
-                data = stream.read(limit + 1)
-        except zstandard.ZstdError as error:
+                data = _read_all(stream, limit)
+        except (zstandard.ZstdError, MemoryError) as error:
             raise ItemError(f"its zstd frame is damaged: {error}") from None
-        if len(data) > limit:
-            raise ItemError(f"its zstd frame holds more than the {limit:,} bytes it may have")
     return data
+
+
+def _read_all(stream: Any, limit: int) -> bytes:
+    pieces, nbytes = [], 0
+    while piece := stream.read(_PIECE_NBYTES):
+        nbytes += len(piece)
+        if nbytes > limit:
+            raise ItemError(f"its zstd frame holds more than the {limit:,} bytes it may have")
+        pieces.append(piece)
+    return b"".join(pieces)

@@ -21,7 +21,7 @@ from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.bulk import BULK_NBYTES, MIN_RECORDS, Bulk, ChunkRun, ItemRow, ItemRun
 from dcptool.model import Ints
 from dcptool.pickles import inert
-from dcptool.pickles.standins import Global, Node, qualified_name
+from dcptool.pickles.standins import Global, Node, brief, qualified_name
 from dcptool.pickles.tensors import MAX_NDIM
 from dcptool.regions import Box, volume
 
@@ -110,7 +110,8 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
     if isinstance(saved_to, Node) and not all(isinstance(part, str) for part in saved_to.args):
         records.problem("bad-storage-meta", "the path this was saved to is damaged in storage_meta")
     if "version" in fields:
-        records.evidence.append(f".metadata version {fields['version']}"[:60])
+        version = brief(fields["version"]).strip("'")
+        records.evidence.append(f".metadata version {version}")
     elif "storage_meta" not in fields:
         records.evidence.append("no storage_meta: torch 2.2 or older")
     if storage_meta.get("modules"):
@@ -138,7 +139,7 @@ def _size(*args: Any) -> Ints:
     if len(args) > 1 or not isinstance(value, tuple | list) or len(value) > MAX_NDIM:
         raise MetadataError("a torch.Size in the metadata is damaged")
     if not all(type(number) is int and 0 <= number <= _MAX for number in value):
-        raise MetadataError(f"a torch.Size in the metadata is no list of counts: {value!r}"[:200])
+        raise MetadataError(f"a torch.Size in the metadata is no list of counts: {', '.join(map(brief, value[:5]))}")
     return tuple(value)
 
 
@@ -158,7 +159,7 @@ def _may_be(name: str, kind: str) -> bool:
 
 def _add_entry(records: Records, fqn: Any, record: Any) -> None:
     if not isinstance(fqn, str):
-        records.problem("bad-name", f"an entry is named {fqn!r}, which is no text; left out"[:200])
+        records.problem("bad-name", f"an entry is named {brief(fqn)}, which is no text; left out")
         return
     fields = _fields(record, "TensorStorageMetadata")
     if "size" in fields and "chunks" in fields:
@@ -247,7 +248,8 @@ def _dtype(records: Records, fqn: str, properties: Any) -> str | None:
     else:
         value = _fields(properties, "TensorProperties").get("dtype")
     name = qualified_name(value) if isinstance(value, Global) else ""
-    return name.removeprefix("torch.") if name.startswith("torch.") else None
+    match = re.fullmatch(r"torch\.([a-z0-9_]+)", name)
+    return match[1] if match else None
 
 
 def _add_item(records: Records, index: Any, info: Any) -> None:
@@ -262,14 +264,15 @@ def _add_item(records: Records, index: Any, info: Any) -> None:
         or not _is_count(nbytes)
         or (offset is not None) != (offsets is not None)
     ):
-        shown = (repr(value) if isinstance(value, str) else f"a {type(value).__name__}" for value in (fqn, file))
-        records.problem("bad-item", f"a storage record is damaged (entry {', file '.join(shown)}); left out"[:300])
+        message = f"a storage record is damaged (entry {brief(fqn)}, file {brief(file)}); left out"
+        records.problem("bad-item", message)
         return
     if not is_inside(file):
         _refuse_path(records, fqn, file)
         return
     transforms = place.get("transform_descriptors") or ()
-    if not isinstance(transforms, list | tuple) or not all(isinstance(name, str) for name in transforms):
+    valid = isinstance(transforms, list | tuple) and len(transforms) <= 16
+    if not valid or not all(isinstance(name, str) and len(name) <= 100 for name in transforms):
         records.problem("bad-item", f"the transforms of {fqn!r} in {file} are damaged; left out", fqn, file=file)
         return
     records.items[fqn].append((offsets, file, byte_offset, nbytes, tuple(transforms)))
@@ -314,5 +317,5 @@ def _add_paths(records: Records, planner_data: Any) -> None:
         if isinstance(fqn, str) and valid and (fqn in records.tensors or fqn in records.objects):
             records.paths[fqn] = path
         else:
-            message = f"planner_data has a nested path for {fqn!r}, which is no entry or the path is damaged"
-            records.problems.append(Finding("bad-path", Severity.WARNING, message[:300]))
+            message = f"planner_data has a nested path for {brief(fqn)}, which is no entry or the path is damaged"
+            records.problems.append(Finding("bad-path", Severity.WARNING, message))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from dcptool.errors import CheckpointNotFoundError, MetadataError, StorageError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.build import View, build
 from dcptool.formats.dcp.items import DcpSource
-from dcptool.formats.dcp.metadata import Records, read_records
+from dcptool.formats.dcp.metadata import Records, check_pickle_start, read_records
 from dcptool.regions import volume
 from dcptool.storage import Storage, join
 
@@ -53,9 +54,9 @@ def open_dcp(storage: Storage, files: Mapping[str, int]) -> Checkpoint:
     names = [METADATA] if METADATA in files else rank_metadata(files)
     if not names:
         raise CheckpointNotFoundError(_unfinished(storage, files))
-    parts = {name: _records(storage, name, files[name]) for name in names}
+    parts, unread = _all_records(storage, {name: files[name] for name in names})
     view = build(parts)
-    problems = list(view.problems)
+    problems = [*unread, *view.problems]
     if names == [METADATA] and rank_metadata(files):
         message = "there are rank-local __R.metadata files beside .metadata; .metadata is used"
         problems.append(Finding("two-metadata", Severity.NOTE, message, file=METADATA))
@@ -81,11 +82,29 @@ def open_dcp(storage: Storage, files: Mapping[str, int]) -> Checkpoint:
     )
 
 
+def _all_records(storage: Storage, names: Mapping[str, int]) -> tuple[dict[str, Records], list[Finding]]:
+    """Read one metadata file, or those of all ranks; of one that is damaged among others, say so."""
+    parts: dict[str, Records] = {}
+    problems: list[Finding] = []
+    failed: MetadataError | None = None
+    for name, nbytes in names.items():
+        try:
+            parts[name] = _records(storage, name, nbytes)
+        except MetadataError as error:
+            failed = error
+            message = str(error).partition("\n")[0]
+            problems.append(Finding("rank-metadata-damaged", Severity.ERROR, message, name))
+    if failed and not parts:
+        raise failed
+    return parts, problems
+
+
 def _records(storage: Storage, name: str, nbytes: int) -> Records:
     path = join(storage.root, name)
     if nbytes > MAX_METADATA_NBYTES:
         raise MetadataError(f"{path} has {nbytes:,} bytes, more than any DCP metadata needs")
     try:
+        check_pickle_start(storage.read(name, 0, min(nbytes, 512)))
         return read_records(storage.read(name, 0, nbytes))
     except MetadataError as error:
         raise type(error)(f"{path}: {error}\nNothing can be loaded without it; resume from another step.") from error
@@ -103,11 +122,13 @@ def _unfinished(storage: Storage, files: Mapping[str, int]) -> str:
 
 
 def _rank_gaps(names: list[str]) -> list[Finding]:
-    ranks = [int(name[2 : -len(".metadata")]) for name in names]
-    missing = sorted(set(range(ranks[-1] + 1)) - set(ranks))
-    if not missing:
+    ranks = {int(name[2 : -len(".metadata")]) for name in names}
+    n_missing = max(ranks) + 1 - len(ranks)
+    if not n_missing:
         return []
-    message = f"rank-local metadata of ranks {missing} is missing: what those ranks saved is unknown"
+    first = next(rank for rank in itertools.count() if rank not in ranks)
+    which = f"rank {first}" if n_missing == 1 else f"{n_missing:,} ranks, the first {first},"
+    message = f"rank-local metadata of {which} is missing: what was saved there is unknown"
     return [Finding("rank-metadata-missing", Severity.ERROR, message, next_step="Gather the files of all ranks.")]
 
 
