@@ -162,3 +162,81 @@ def test_r42_urls():
     checkpoint = dcptool.open("memory://r42/step_1")
     assert checkpoint.read("w").tobytes() == dcptool.open(SMALL).read("w").tobytes()
     assert dcptool.summarize("memory://r42").steps[0].state == "complete"
+
+
+def save_safetensors(path, **tensors):
+    """Write a file of uint8 tensors with a header of our own, no library needed."""
+    import json
+
+    header, data = {}, b""
+    for name, values in tensors.items():
+        header[name] = {"dtype": "U8", "shape": [len(values)], "data_offsets": [len(data), len(data) + len(values)]}
+        data += bytes(values)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def test_one_name_in_two_files_that_are_no_shards_is_never_mixed(tmp_path):
+    save_safetensors(tmp_path / "a.safetensors", w=[1, 2, 3, 4])
+    save_safetensors(tmp_path / "b.safetensors", w=[9, 9])
+    checkpoint = dcptool.open(tmp_path)
+    assert checkpoint.read("w").tolist() == [1, 2, 3, 4]
+    assert [problem.kind for problem in checkpoint.problems] == ["duplicate-name"]
+    assert "a.safetensors and in b.safetensors" in checkpoint.problems[0].message
+
+
+def test_two_indexes_are_a_question_not_a_choice(tmp_path):
+    folder = copy(FOREIGN / "hf_consolidated", tmp_path / "c")
+    shutil.copy(folder / "model.safetensors.index.json", folder / "model.fp16.safetensors.index.json")
+    with pytest.raises(CheckpointNotFoundError, match="2 safetensors indexes; name one"):
+        dcptool.open(folder)
+    assert not dcptool.open(folder / "model.safetensors.index.json").problems
+
+
+def test_a_missing_shard_between_others_is_named(tmp_path):
+    folder = copy(FOREIGN / "hf_sharded", tmp_path / "c")
+    (folder / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    summary = dcptool.summarize(folder).checkpoints[0]
+    assert summary.state != "complete"
+    messages = " ".join(problem.message for problem in summary.problems)
+    assert "shards 2 are missing" in messages
+    assert "no chunk holds" in messages
+
+
+def test_one_damaged_file_among_many_does_not_hide_the_rest(tmp_path):
+    folder = copy(FOREIGN / "w_no_collectives", tmp_path / "ranks")
+    truncate(folder / "__1.metadata", 500)
+    checkpoint = dcptool.open(folder)
+    assert "rank-metadata-damaged" in {problem.kind for problem in checkpoint.problems}
+    assert checkpoint.read("model.rep").shape == (3,)
+    folder = copy(FOREIGN / "hf_sharded", tmp_path / "shards")
+    truncate(folder / "shard-00003-model-00001-of-00001.safetensors", 20)
+    checkpoint = dcptool.open(folder)
+    assert "bad-file" in {problem.kind for problem in checkpoint.problems}
+    assert len(checkpoint.tensors["model.embed.weight"].chunks) == 2
+
+
+def test_links_that_loop_or_point_are_no_steps(tmp_path):
+    run = tmp_path / "run"
+    copy(SMALL, run / "step_1")
+    (run / "loop").symlink_to("loop")
+    (run / "step_9").symlink_to("step_1")
+    (run / "latest").symlink_to("step_1")
+    copy(SMALL, tmp_path / "elsewhere")
+    (run / "step_99").symlink_to(tmp_path / "elsewhere")
+    summary = dcptool.summarize(run)
+    assert [step.name for step in summary.steps] == ["step_1"]
+    assert not summary.others
+    (run / "step_1" / "loop").symlink_to("loop")
+    assert dcptool.open(run / "step_1").read("w").shape == (3, 5)
+
+
+def test_chained_urls_name_parts_inside(tmp_path):
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for file in (FOREIGN / "accelerate_fsdp2").rglob("*"):
+            if file.is_file():
+                archive.write(file, f"ck/{file.relative_to(FOREIGN / 'accelerate_fsdp2')}")
+    summary = dcptool.summarize(f"zip://ck::file://{tmp_path}/x.zip")
+    assert [checkpoint.state for checkpoint in summary.checkpoints] == ["complete", "complete"]

@@ -155,3 +155,19 @@ def test_s3_is_listed_and_read_in_ranges(s3_url):
     suite.test_nothing_there(s3_url)
     for byte_offset, nbytes in [(2040, 9), (2048, 1), (5000, 3)]:
         suite.test_a_range_beyond_the_end_is_an_error_naming_the_file(s3_url, byte_offset, nbytes)
+
+
+def test_what_others_write_to_an_object_store_is_seen(s3_url):
+    import dcptool
+    from tests.conftest import FOREIGN
+
+    filesystem, base = fsspec.url_to_fs(s3_url)
+    for file in (FOREIGN / "w_nodist").iterdir():
+        filesystem.pipe_file(f"{base}/step_1/{file.name}", file.read_bytes())
+    assert [step.state for step in dcptool.summarize(s3_url).steps] == ["complete"]
+    other = type(filesystem)(skip_instance_cache=True)
+    for file in (FOREIGN / "w_nodist").iterdir():
+        other.pipe_file(f"{base}/step_2/{file.name}", file.read_bytes())
+    other.rm_file(f"{base}/step_1/__0_0.distcp")
+    assert [step.state for step in dcptool.summarize(s3_url).steps] == ["incomplete", "complete"]
+    assert dcptool.open(f"{s3_url}/step_2").read("w", (1, 0), (1, 5)).shape == (1, 5)

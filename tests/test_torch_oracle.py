@@ -227,3 +227,96 @@ def test_r14_containers_torch_before_2_4_kept_as_one_object(tmp_path):
     checkpoint = dcptool.open(tmp_path / "c")
     assert {fqn: checkpoint.value(fqn) for fqn in checkpoint} == {"cb.0.k": 1, "cb.1.k": 2, "flat": [1, 2]}
     assert checkpoint["cb.1.k"].path == ("cb", 1, "k")
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("dtype", sorted(name for name, found in dtypes.BY_NAME.items() if found.numpy))
+def test_every_dtype_transposed_and_by_columns(tmp_path, dtype):
+    element = dtypes.lookup(dtype)
+    raw = torch.arange(24 * element.itemsize, dtype=torch.uint8)
+    whole = (raw % 2 if dtype == "bool" else raw).view(getattr(torch, dtype)).reshape(4, 6)
+    torch.save({"t": whole.t(), "w": whole}, tmp_path / "m.pt")
+    dcp.save({"t": whole.t(), "w": whole}, checkpoint_id=tmp_path / "c", no_dist=True)
+    for path in ("m.pt", "c"):
+        checkpoint = dcptool.open(tmp_path / path)
+        for fqn, tensor in (("w", whole), ("t", whole.t())):
+            expected = tensor.contiguous().view(torch.uint8).reshape(*tensor.shape, element.itemsize)
+            got = torch.from_numpy(checkpoint.read(fqn).view(np.uint8).copy()).reshape(expected.shape)
+            assert torch.equal(got, expected)
+            column = checkpoint.read(fqn, (0, 1), (tensor.shape[0], 2)).view(np.uint8).copy()
+            assert torch.equal(torch.from_numpy(column).reshape(tensor.shape[0], 2, -1), expected[:, 1:3])
+
+
+def test_many_large_compressed_chunks(tmp_path, monkeypatch):
+    zstandard = pytest.importorskip("zstandard")
+    from dcptool.formats.dcp import items
+
+    stored = zstandard.compress(bytes(50_000))
+    assert items.undo_transforms(stored, ("stream.zstd/1",), 50_000) == bytes(50_000)
+    with pytest.raises(ItemError, match="more than the 49,999 bytes"):
+        items.undo_transforms(stored, ("stream.zstd/1",), 49_999)
+    # A tensor of more chunks than are kept, each larger than what is allowed without knowing its size.
+    monkeypatch.setattr(items, "_DECODED_NBYTES", 2000)
+    checkpoint = dcptool.open("fixtures/foreign/w_zstd")
+    whole = checkpoint.read("model.embed.weight")
+    monkeypatch.undo()
+    assert (whole == dcptool.open("fixtures/foreign/w_zstd").read("model.embed.weight")).all()
+
+
+def test_odd_but_legal_pt_files(tmp_path):
+    one, two = torch.ones(2), torch.zeros(3)
+    state = {
+        "clash": {0: one, "0": two},
+        "numpy": {np.int64(0): one, np.int64(1): two},
+        "view": torch.arange(7, dtype=torch.uint8)[:4].view(torch.float32),
+        "inside": (torch.arange(6).reshape(2, 3).t(), torch.ones(1).expand(3)),
+        "small of large": (torch.arange(1_000_000)[10:13],),
+        "range": range(3),
+        "big": 10**5000,
+    }
+    torch.save(state, tmp_path / "m.pt")
+    checkpoint = dcptool.open(tmp_path / "m.pt")
+    assert checkpoint.read("clash.0").tolist() == [1, 1]
+    assert checkpoint.read("clash.0#2").tolist() == [0, 0, 0]
+    assert [problem.kind for problem in checkpoint.problems] == ["duplicate-name"]
+    assert {"numpy.0", "numpy.1"} <= set(checkpoint)
+    assert same_bits(checkpoint.read_torch("view"), state["view"])
+    assert [item.nested() for item in checkpoint.value("inside")] == [[[0, 3], [1, 4], [2, 5]], [1.0, 1.0, 1.0]]
+    assert checkpoint.value("small of large")[0].nested() == [10, 11, 12]
+    assert repr(checkpoint.value("range")) == "range(0, 3, 1)"
+    assert repr(checkpoint.value("big")) == "<int of 16,610 bits>"
+
+
+class Labelled(torch.Tensor):
+    """A tensor subclass, as libraries write them."""
+
+
+class Registry(dict):
+    """A dict subclass."""
+
+
+def test_tensor_and_dict_subclasses_in_pt_files(tmp_path):
+    torch.save({"sub": torch.ones(2).as_subclass(Labelled), "reg": Registry(w=torch.zeros(3))}, tmp_path / "m.pt")
+    checkpoint = dcptool.open(tmp_path / "m.pt")
+    assert checkpoint.read("sub").tolist() == [1, 1]
+    assert checkpoint.read("reg.w").shape == (3,)
+
+
+def test_holes_and_overlaps_are_no_complete_checkpoint(tmp_path):
+    import pickle
+
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    dcp.save({"w": torch.arange(6.0)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    file = tmp_path / "c" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    record = metadata.state_dict_metadata["w"]
+    record.size = torch.Size((8,))
+    file.write_bytes(pickle.dumps(metadata))
+    summary = dcptool.summarize(tmp_path / "c").checkpoints[0]
+    assert (summary.state, summary.problems[-1].kind) == ("damaged", "hole")
+    record.size = torch.Size((6,))
+    record.chunks.append(ChunkStorageMetadata(torch.Size((2,)), torch.Size((2,))))
+    file.write_bytes(pickle.dumps(metadata))
+    summary = dcptool.summarize(tmp_path / "c").checkpoints[0]
+    assert "overlap" in {problem.kind for problem in summary.problems}
