@@ -1,27 +1,24 @@
-"""What is at a path: the facts `dcptool inspect` shows, as frozen values. Prints nothing, knows no terminal.
+"""What is in one checkpoint: the facts `dcptool inspect` shows, as frozen values. Prints nothing, knows no terminal.
 
-Reads metadata, one listing per folder and the objects' small items; of tensors not one byte.
+Reads the objects' small items; of tensors not one byte.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from dcptool.check import cover_problems, file_problems, state_of
 from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry
-from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError, UnsupportedError
+from dcptool.chunks import FileUse
+from dcptool.errors import DcptoolError, UnsupportedError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.reader import data_file_rank
-from dcptool.formats.detect import Part, find_parts, not_a_checkpoint, open_checkpoint, open_part, part_files, part_path
 from dcptool.model import Chunk, Ints
 from dcptool.pickles import plain
 from dcptool.placements import layout
 from dcptool.regions import volume
-from dcptool.runs import Run, find_run
-from dcptool.storage import Location, join, locate
 
 MAX_VALUES = 2_000
 """Objects whose values are read for one summary; select with `keys` to see others."""
@@ -59,6 +56,16 @@ class ObjectSummary(NamedTuple):
     error: str | None
 
 
+class FileSummary(NamedTuple):
+    """One file: its size in bytes (None: missing), the rank that wrote it, and its items with their bytes together."""
+
+    name: str
+    nbytes: int | None
+    rank: int | None
+    n_items: int
+    item_nbytes: int
+
+
 class Group(NamedTuple):
     """Entries whose names begin alike: counts, elements, bytes, and the dtypes with the most bytes first."""
 
@@ -79,7 +86,7 @@ class CheckpointSummary(NamedTuple):
         world_size: ranks that saved it, None if the files do not tell.
         state: "complete" (all files there and long enough), "incomplete" or "damaged".
         nbytes: bytes of its files on disk.
-        files: name and size in bytes of each.
+        files: each file, and each that is missing.
         groups, tensors, objects: in the order of the metadata, selected by `keys` and `exclude`.
         n_entries: entries before selection.
         problems: what is wrong.
@@ -92,7 +99,7 @@ class CheckpointSummary(NamedTuple):
     world_size: int | None
     state: str
     nbytes: int
-    files: tuple[tuple[str, int], ...]
+    files: tuple[FileSummary, ...]
     groups: tuple[Group, ...]
     tensors: tuple[TensorSummary, ...]
     objects: tuple[ObjectSummary, ...]
@@ -105,119 +112,11 @@ class CheckpointSummary(NamedTuple):
         return not any(problem.severity is Severity.ERROR for problem in self.problems)
 
 
-class StepSummary(NamedTuple):
-    """One step of a run directory: the worst state of its checkpoints, and the first thing wrong with them.
-
-    `state` is complete, incomplete, damaged, or other (no checkpoint dcptool reads); `n_entries` is None if nothing
-    of it opens; files and bytes are those on disk.
-    """
-
-    name: str
-    state: str
-    n_checkpoints: int
-    world_size: int | None
-    n_entries: int | None
-    n_files: int
-    nbytes: int
-    problem: str
-
-
-class Summary(NamedTuple):
-    """What is at a path.
-
-    Attributes:
-        path: where it was found, which may be below the path asked for.
-        checkpoints: the checkpoint, or those of a folder.
-        steps: of a run directory; its checkpoints are not opened one by one then.
-        others: paths of checkpoints beside the steps, or below a safetensors folder.
-        errors: (path, message) of checkpoints of a folder that do not open.
-    """
-
-    path: str
-    checkpoints: tuple[CheckpointSummary, ...] = ()
-    steps: tuple[StepSummary, ...] = ()
-    others: tuple[str, ...] = ()
-    errors: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def good(self) -> bool:
-        """Whether everything that was looked at is whole and readable."""
-        found = all(checkpoint.good for checkpoint in self.checkpoints)
-        return found and not self.errors and all(step.state in ("complete", "other") for step in self.steps)
-
-
-def summarize(
-    path: str | os.PathLike[str],
-    *,
-    keys: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    chunks: bool = False,
-    depth: int = 1,
-) -> Summary:
-    """Summarize the checkpoint, the checkpoints or the run directory at a path.
-
-    Args:
-        path: local path or fsspec URL; see `dcptool.open`.
-        keys: names or shell globs on whole fqns, `*` crosses dots; default: all.
-        exclude: names or globs of what to leave out.
-        chunks: keep every tensor's boxes and places too.
-        depth: leading parts of a name that make a group.
-
-    Raises:
-        CheckpointNotFoundError, MetadataError, UnsupportedError, StorageError: as `dcptool.open`, if nothing opens.
-        LayoutError: `keys` match nothing; the message lists what there is.
-
-    Example:
-        >>> dcptool.summarize("ckpt/step_500").checkpoints[0].tensors[0].layout
-        'Shard(0) ×4'
-    """
-    keys, exclude = _globs(keys), _globs(exclude)
-    location = locate(path)
-    if location.file is not None:
-        opened = [open_checkpoint(path)]
-        _require_match(opened, keys, exclude)
-        found = summarize_checkpoint(opened[0], keys, exclude, chunks, depth)
-        return Summary(found.path, (found,))
-    parts = find_parts(location)
-    itself = [part for part in parts if not part.name]
-    run = None if itself and itself[0].is_dcp else find_run(location)
-    if run:
-        steps = tuple(_summarize_step(run, name) for name in run.steps)
-        others = (part for part in parts if not run.holds(part.name))
-        return Summary(run.path, (), steps, tuple(part_path(location, part) for part in others))
-    if not parts:
-        raise CheckpointNotFoundError(not_a_checkpoint(location))
-    wanted = itself or parts
-    opened, errors = _open_all(location, wanted)
-    _require_match(opened, keys, exclude)
-    summaries = tuple(summarize_checkpoint(checkpoint, keys, exclude, chunks, depth) for checkpoint in opened)
-    others = (part for part in parts if part not in wanted)
-    return Summary(location.storage.root, summaries, (), tuple(part_path(location, part) for part in others), errors)
-
-
-def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
-def _open_all(location: Location, parts: Sequence[Part]) -> tuple[list[Checkpoint], tuple[tuple[str, str], ...]]:
-    """Open the parts of a folder; what does not open is returned as (path, message), unless nothing does."""
-    opened: list[Checkpoint] = []
-    failed: list[tuple[str, DcptoolError]] = []
-    for part in parts:
-        try:
-            opened.append(open_part(location, part.name))
-        except DcptoolError as error:
-            failed.append((part_path(location, part), error))
-    if not opened:
-        raise failed[0][1]
-    return opened, tuple((path, str(error)) for path, error in failed)
-
-
 def summarize_checkpoint(
     checkpoint: Checkpoint, keys: Sequence[str], exclude: Sequence[str], chunks: bool, depth: int
 ) -> CheckpointSummary:
     """Summarize one open checkpoint; arguments as in `summarize`."""
-    selected = [fqn for fqn in checkpoint if _selected(fqn, keys, exclude)]
+    selected = [fqn for fqn in checkpoint if selects(fqn, keys, exclude)]
     tensors = tuple(_tensor(entry, chunks) for fqn in selected if isinstance(entry := checkpoint[fqn], TensorEntry))
     names = [fqn for fqn in selected if not isinstance(checkpoint[fqn], TensorEntry)]
     unreadable: dict[str, list[DcptoolError]] = {}
@@ -234,7 +133,7 @@ def summarize_checkpoint(
         world_size=world_size(checkpoint),
         state=state_of(problems),
         nbytes=sum(checkpoint.files.values()),
-        files=tuple(checkpoint.files.items()),
+        files=_files(checkpoint),
         groups=_groups(tensors, objects, depth),
         tensors=tensors,
         objects=objects,
@@ -256,27 +155,22 @@ def world_size(checkpoint: Checkpoint) -> int | None:
     return max(ranks) + 1 if ranks else None
 
 
-def _selected(fqn: str, keys: Sequence[str], exclude: Sequence[str]) -> bool:
+def _files(checkpoint: Checkpoint) -> tuple[FileSummary, ...]:
+    found = []
+    for name in dict.fromkeys([*checkpoint.files, *sorted(checkpoint.usage)]):
+        use = checkpoint.usage.get(name, FileUse(0, 0, 0))
+        rank = data_file_rank(name)
+        found.append(FileSummary(name, checkpoint.files.get(name), rank, use.items, use.nbytes))
+    return tuple(found)
+
+
+def selects(fqn: str, keys: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Tell whether an entry is selected by names and globs; no keys select all."""
     return (not keys or _matches(fqn, keys)) and not _matches(fqn, exclude)
 
 
 def _matches(fqn: str, globs: Sequence[str]) -> bool:
     return any(fqn == pattern or fnmatchcase(fqn, pattern) for pattern in globs)
-
-
-def _require_match(opened: Sequence[Checkpoint], keys: Sequence[str], exclude: Sequence[str]) -> None:
-    """Refuse a selection that selects nothing, naming what there is."""
-    names = [fqn for checkpoint in opened for fqn in checkpoint]
-    if not keys or any(_selected(fqn, keys, exclude) for fqn in names):
-        return
-    begin = next((pattern for pattern in keys if any(fqn.startswith(pattern) for fqn in names)), None)
-    if begin:
-        raise LayoutError(f"no entry is named {begin!r}; for those that begin so: --keys '{begin}*'")
-    tops = list(dict.fromkeys(fqn.partition(".")[0] for fqn in names))
-    listed = ", ".join(name if name.isprintable() and name else repr(name) for name in tops[:12])
-    listed += ", …" if len(tops) > 12 else ""
-    shown = ", ".join(map(repr, keys))
-    raise LayoutError(f"no entry matches {shown}; names begin with: {listed or '(there are no entries)'}")
 
 
 def _tensor(entry: TensorEntry, chunks: bool) -> TensorSummary:
@@ -346,42 +240,3 @@ def _groups(tensors: Sequence[TensorSummary], objects: Sequence[ObjectSummary], 
 def _prefix(fqn: str, depth: int) -> str:
     """Return the first `depth` dotted parts of a name, without its last part; "" at top level."""
     return ".".join(fqn.split(".")[:-1][:depth])
-
-
-def _summarize_step(run: Run, name: str) -> StepSummary:
-    path = join(run.path, name)
-    opened: list[CheckpointSummary] = []
-    sizes: dict[str, int] = {}
-    n_parts = 0
-    state, problem = "complete", ""
-    try:
-        location = locate(path)
-        parts = find_parts(location)
-        n_parts = len(parts)
-        for part in parts:
-            sizes |= {f"{part.name}/{file}": nbytes for file, nbytes in part_files(location, part.name).items()}
-        if not parts:
-            state, problem = "other", not_a_checkpoint(location)
-        for part in parts:
-            opened.append(summarize_checkpoint(open_part(location, part.name), (), ("*",), False, 1))
-    except CheckpointNotFoundError as error:
-        state, problem = "incomplete", str(error)
-    except UnsupportedError as error:
-        state, problem = "other", str(error)
-    except DcptoolError as error:
-        state, problem = "damaged", str(error)
-    for summary in opened:
-        if state == "complete" and summary.state != "complete":
-            state = summary.state
-            problem = next(item.message for item in summary.problems if item.severity is Severity.ERROR)
-    ranks = [size for summary in opened if (size := summary.world_size)]
-    return StepSummary(
-        name=name,
-        state=state,
-        n_checkpoints=n_parts,
-        world_size=max(ranks) if ranks else None,
-        n_entries=sum(summary.n_entries for summary in opened) if opened else None,
-        n_files=len(sizes),
-        nbytes=sum(sizes.values()),
-        problem=problem.partition("\n")[0].removeprefix(f"{path}: ").removeprefix(f"{path}/"),
-    )

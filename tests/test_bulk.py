@@ -64,7 +64,6 @@ def rows(ndim, count, size=3):
     return [((index * size, *(0,) * (ndim - 1)), (size, *rest)) for index in range(count)]
 
 
-@pytest.mark.torchfree
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(FOREIGN)))
 def test_foreign_metadata(path):
     data = path.read_bytes()

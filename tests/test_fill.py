@@ -15,8 +15,6 @@ from dcptool.fill import fill
 from dcptool.model import Extent, Payload, Record
 from dcptool.regions import span
 
-pytestmark = pytest.mark.torchfree
-
 
 class Bytes:
     """A record in memory that counts what is read of it."""

@@ -25,7 +25,7 @@ import dcptool, difflib, shlex, zstandard, numpy, ml_dtypes
 from dcptool.errors import DcptoolError
 from dcptool.pickles import plain
 from dcptool.render.inspect import to_json, to_text
-from dcptool.summary import summarize
+from dcptool.overview import summarize
 
 def look(path):
     '''Read everything there is at a path; return what was wrong, None if nothing.'''

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcptool.regions import contiguous_strides, first_gap, intersect, is_contiguous, span, volume
-
-pytestmark = pytest.mark.torchfree
 
 SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=3).map(tuple)
 

@@ -12,13 +12,21 @@ from dcptool.cli import options
 @click.command(epilog="Example: dcptool inspect ckpt/step_500 --keys 'model.*' --chunks")
 @click.argument("path", type=click.Path())
 @click.option("--chunks", is_flag=True, help="List every tensor's boxes and where they are stored.")
+@click.option("--by-file", is_flag=True, help="Show the files: size, items, and how evenly ranks share the bytes.")
 @click.option(
     "--depth", type=click.IntRange(0), default=1, show_default=True, help="Parts of a name that make a group."
 )
 @options.selection
 @options.output
 def inspect(
-    path: str, chunks: bool, depth: int, keys: tuple[str, ...], exclude: tuple[str, ...], as_json: bool, quiet: bool
+    path: str,
+    chunks: bool,
+    by_file: bool,
+    depth: int,
+    keys: tuple[str, ...],
+    exclude: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
 ) -> int:
     """Show what is in a checkpoint.
 
@@ -28,7 +36,7 @@ def inspect(
     Exits 1 if something is missing or damaged.
     """
     from dcptool.errors import DcptoolError
-    from dcptool.summary import summarize
+    from dcptool.overview import summarize
 
     try:
         summary = summarize(path, keys=keys, exclude=exclude, chunks=chunks, depth=depth)
@@ -49,7 +57,7 @@ def inspect(
 
         from dcptool.render.inspect import to_text
 
-        click.echo(to_text(summary, shutil.get_terminal_size((120, 40)).columns))
+        click.echo(to_text(summary, shutil.get_terminal_size((120, 40)).columns, by_file))
     return 0 if summary.good else 1
 
 

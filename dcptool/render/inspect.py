@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
+from dcptool.overview import StepSummary, Summary
 from dcptool.pickles import plain
+from dcptool.render.folding import Fold, fold
 from dcptool.render.text import nbytes, plural, shown, table, value
-from dcptool.summary import CheckpointSummary, ObjectSummary, StepSummary, Summary, TensorSummary
+from dcptool.summary import CheckpointSummary, ObjectSummary, TensorSummary
 
 SCHEMA = 1
 MAX_SHOWN_PROBLEMS = 10
+FOLD_ABOVE = 40
+"""Tables with more rows fold those that differ only in numbers in their names."""
 
 
-def to_text(summary: Summary, width: int) -> str:
-    """Return the report for a terminal of `width` columns; names are never cut, values may be."""
+def to_text(summary: Summary, width: int, by_file: bool = False) -> str:
+    """Return the report for a terminal of `width` columns; names are never cut, values may be.
+
+    With `by_file` the files take the place of tensors and objects.
+    """
     blocks = [_run_text(summary)] if summary.steps else []
     count = len(summary.checkpoints) + len(summary.errors)
     if count > 1:
         blocks.append(f"{shown(summary.path)} holds {count} checkpoints; name one to see its tensors and objects")
     elif not summary.steps and summary.checkpoints[0].path != summary.path:
         blocks.append(f"{shown(summary.path)} holds one checkpoint:")
-    blocks += [_checkpoint_text(checkpoint, width, count == 1) for checkpoint in summary.checkpoints]
+    blocks += [_checkpoint_text(checkpoint, width, count == 1, by_file) for checkpoint in summary.checkpoints]
     blocks += [f"error: {_indented(message)}" for _, message in summary.errors]
     if summary.others:
         blocks.append("\n".join(["also here:", *(f"  dcptool inspect {_quoted(path)}" for path in summary.others)]))
@@ -79,10 +86,11 @@ def _quoted(path: str) -> str:
     return shown(shlex.quote(path))
 
 
-def _checkpoint_text(checkpoint: CheckpointSummary, width: int, in_full: bool) -> str:
+def _checkpoint_text(checkpoint: CheckpointSummary, width: int, in_full: bool, by_file: bool) -> str:
     evidence = f" ({'; '.join(map(shown, checkpoint.evidence))})" if checkpoint.evidence else ""
     size = str(checkpoint.world_size) if checkpoint.world_size else "unknown"
     total = sum(tensor.nbytes for tensor in checkpoint.tensors)
+    n_files = sum(file.nbytes is not None for file in checkpoint.files)
     n_shown = len(checkpoint.tensors) + len(checkpoint.objects)
     selected = "" if n_shown == checkpoint.n_entries else f" (selected from {plural(checkpoint.n_entries, 'entry')})"
     selected = selected.replace("entrys", "entries")
@@ -90,7 +98,7 @@ def _checkpoint_text(checkpoint: CheckpointSummary, width: int, in_full: bool) -
         ["format", shown(checkpoint.flavour) + evidence],
         ["state", checkpoint.state + _state_hint(checkpoint)],
         *([["world size", size]] if checkpoint.world_size or checkpoint.format == "dcp" else []),
-        ["files", f"{plural(len(checkpoint.files), 'file')}, {nbytes(checkpoint.nbytes)}"],
+        ["files", f"{plural(n_files, 'file')}, {nbytes(checkpoint.nbytes)}"],
         [
             "content",
             f"{plural(len(checkpoint.tensors), 'tensor')} of {nbytes(total)}, "
@@ -102,7 +110,8 @@ def _checkpoint_text(checkpoint: CheckpointSummary, width: int, in_full: bool) -
         "\n".join([shown(checkpoint.path), *(f"  {name:<{label}}{text}" for name, text in facts)]),
         _problems_text(checkpoint),
         _groups_text(checkpoint),
-        *([_tensors_text(checkpoint), _objects_text(checkpoint, width)] if in_full else []),
+        *([_files_text(checkpoint)] if by_file else []),
+        *([_tensors_text(checkpoint), _objects_text(checkpoint, width)] if in_full and not by_file else []),
     ]
     return "\n\n".join(block for block in blocks if block)
 
@@ -140,20 +149,60 @@ def _groups_text(checkpoint: CheckpointSummary) -> str:
 
 
 def _tensors_text(checkpoint: CheckpointSummary) -> str:
-    rows = []
-    for tensor in checkpoint.tensors:
-        shape = "×".join(map(str, tensor.shape)) or "scalar"
-        rows.append([shown(tensor.fqn), shown(tensor.dtype), shape, nbytes(tensor.nbytes), tensor.layout])
-    if not rows:
+    tensors = checkpoint.tensors
+    if not tensors:
         return ""
-    text = table(["tensor", "dtype", "shape", "bytes", "layout"], rows, right=(3,))
-    if checkpoint.tensors[0].chunks is None:
+    listed = tensors[0].chunks is not None
+    folds = _folds([tensor.fqn for tensor in tensors], [(t.dtype, t.shape, t.layout) for t in tensors], not listed)
+    rows = []
+    for found in folds:
+        tensor = tensors[found.indexes[0]]
+        shape = "×".join(map(str, tensor.shape)) or "scalar"
+        size = nbytes(sum(tensors[index].nbytes for index in found.indexes))
+        count = [f"{len(found.indexes):,}"] if len(folds) < len(tensors) else []
+        rows.append([shown(found.name), *count, shown(tensor.dtype), shape, size, tensor.layout])
+    headers = ["tensor", *(["count"] if len(folds) < len(tensors) else []), "dtype", "shape", "bytes", "layout"]
+    right = (headers.index("bytes"), headers.index("count")) if "count" in headers else (headers.index("bytes"),)
+    text = table(headers, rows, right=right)
+    if not listed:
         return text
     head, rule, *lines = text.splitlines()
-    for line, tensor in zip(lines, checkpoint.tensors, strict=True):
-        head_lines = [line, *_chunk_lines(tensor, dict(checkpoint.files))]
-        rule += "\n" + "\n".join(head_lines)
-    return f"{head}\n{rule}"
+    files = {file.name: file.nbytes for file in checkpoint.files if file.nbytes is not None}
+    blocks = ["\n".join([line, *_chunk_lines(tensor, files)]) for line, tensor in zip(lines, tensors, strict=True)]
+    return "\n".join([head, rule, *blocks])
+
+
+def _files_text(checkpoint: CheckpointSummary) -> str:
+    """Return a row per file, and how evenly the ranks share the bytes."""
+    total = sum(file.item_nbytes for file in checkpoint.files) or 1
+    rows = [
+        [
+            shown(file.name),
+            "" if file.rank is None else str(file.rank),
+            "MISSING" if file.nbytes is None else nbytes(file.nbytes),
+            f"{file.n_items:,}",
+            nbytes(file.item_nbytes),
+            f"{file.item_nbytes / total:.1%}",
+        ]
+        for file in checkpoint.files
+    ]
+    text = table(["file", "rank", "size", "items", "in items", "share"], rows, right=(1, 2, 3, 4, 5))
+    loads: dict[int, int] = dict.fromkeys(range(min(checkpoint.world_size or 0, 1 << 20)), 0)
+    for file in checkpoint.files:
+        if file.rank in loads:
+            loads[file.rank] += file.item_nbytes
+    if len(loads) > 1 and any(loads.values()):
+        heaviest = max(loads, key=lambda rank: loads[rank])
+        ratio = loads[heaviest] / (sum(loads.values()) / len(loads))
+        text += f"\n\nimbalance: rank {heaviest} has {ratio:.2f} × the mean of {plural(len(loads), 'rank')}"
+    return text
+
+
+def _folds(names: list[str], alike: list[Hashable], wanted: bool) -> list[Fold]:
+    """Fold the rows of a long table; a short one shows every entry."""
+    if not wanted or len(names) <= FOLD_ABOVE:
+        return [Fold(name, (index,)) for index, name in enumerate(names)]
+    return fold(names, alike, least=2)
 
 
 def _chunk_lines(tensor: TensorSummary, files: Mapping[str, int]) -> list[str]:
@@ -172,17 +221,26 @@ def _chunk_lines(tensor: TensorSummary, files: Mapping[str, int]) -> list[str]:
 
 
 def _objects_text(checkpoint: CheckpointSummary, width: int) -> str:
-    if not checkpoint.objects:
+    objects = checkpoint.objects
+    if not objects:
         return ""
-    names = [shown(item.fqn) for item in checkpoint.objects]
-    classes = [item.class_name or "?" for item in checkpoint.objects]
-    left = max(map(len, [*names, "object"])) + 2 + max(map(len, [*classes, "class"])) + 2
+    full = [_value_text(item, width) for item in objects]
+    folds = _folds(
+        [item.fqn for item in objects],
+        [(item.class_name, text) for item, text in zip(objects, full, strict=True)],
+        True,
+    )
+    names = [shown(found.name) for found in folds]
+    classes = [shown(objects[found.indexes[0]].class_name or "?") for found in folds]
+    counts = [[f"{len(found.indexes):,}"] if len(folds) < len(objects) else [] for found in folds]
+    left = max(map(len, [*names, "object"])) + 2 + max(map(len, [*classes, "class"])) + 2 + 7 * bool(counts[0])
     room = max(width - left, 30)
     rows = [
-        [name, shown(kind), _value_text(item, room)]
-        for name, kind, item in zip(names, classes, checkpoint.objects, strict=True)
+        [name, *count, kind, _value_text(objects[found.indexes[0]], room)]
+        for name, count, kind, found in zip(names, counts, classes, folds, strict=True)
     ]
-    return table(["object", "class", "value"], rows)
+    headers = ["object", *(["count"] if counts[0] else []), "class", "value"]
+    return table(headers, rows, right=(1,) if counts[0] else ())
 
 
 def _value_text(item: ObjectSummary, room: int) -> str:
@@ -204,7 +262,7 @@ def _checkpoint_json(checkpoint: CheckpointSummary) -> dict[str, Any]:
         "state": checkpoint.state,
         "tensors": [_tensor_json(tensor) for tensor in checkpoint.tensors],
         "objects": [_object_json(item) for item in checkpoint.objects],
-        "files": [{"name": name, "nbytes": size} for name, size in checkpoint.files],
+        "files": [file._asdict() for file in checkpoint.files],
         "notes": [
             {
                 "kind": problem.kind,

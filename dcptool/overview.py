@@ -1,0 +1,188 @@
+"""What is at a path: a checkpoint, several of them, or a run directory, as frozen values.
+
+Reads metadata and one listing per folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dcptool.checkpoint import Checkpoint
+from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError, UnsupportedError
+from dcptool.findings import Severity
+from dcptool.formats.detect import (
+    Part,
+    find_parts,
+    not_a_checkpoint,
+    open_checkpoint,
+    open_part,
+    part_files,
+    part_path,
+)
+from dcptool.runs import Run, find_run
+from dcptool.storage import Location, join, locate
+from dcptool.summary import CheckpointSummary, selects, summarize_checkpoint
+
+
+class StepSummary(NamedTuple):
+    """One step of a run directory: the worst state of its checkpoints, and the first thing wrong with them.
+
+    `state` is complete, incomplete, damaged, or other (no checkpoint dcptool reads); `n_entries` is None if nothing
+    of it opens; files and bytes are those on disk.
+    """
+
+    name: str
+    state: str
+    n_checkpoints: int
+    world_size: int | None
+    n_entries: int | None
+    n_files: int
+    nbytes: int
+    problem: str
+
+
+class Summary(NamedTuple):
+    """What is at a path.
+
+    Attributes:
+        path: where it was found, which may be below the path asked for.
+        checkpoints: the checkpoint, or those of a folder.
+        steps: of a run directory; its checkpoints are not opened one by one then.
+        others: paths of checkpoints beside the steps, or below a safetensors folder.
+        errors: (path, message) of checkpoints of a folder that do not open.
+    """
+
+    path: str
+    checkpoints: tuple[CheckpointSummary, ...] = ()
+    steps: tuple[StepSummary, ...] = ()
+    others: tuple[str, ...] = ()
+    errors: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def good(self) -> bool:
+        """Whether everything that was looked at is whole and readable."""
+        found = all(checkpoint.good for checkpoint in self.checkpoints)
+        return found and not self.errors and all(step.state in ("complete", "other") for step in self.steps)
+
+
+def summarize(
+    path: str | os.PathLike[str],
+    *,
+    keys: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    chunks: bool = False,
+    depth: int = 1,
+) -> Summary:
+    """Summarize the checkpoint, the checkpoints or the run directory at a path.
+
+    Args:
+        path: local path or fsspec URL; see `dcptool.open`.
+        keys: names or shell globs on whole fqns, `*` crosses dots; default: all.
+        exclude: names or globs of what to leave out.
+        chunks: keep every tensor's boxes and places too.
+        depth: leading parts of a name that make a group.
+
+    Raises:
+        CheckpointNotFoundError, MetadataError, UnsupportedError, StorageError: as `dcptool.open`, if nothing opens.
+        LayoutError: `keys` match nothing; the message lists what there is.
+
+    Example:
+        >>> dcptool.summarize("ckpt/step_500").checkpoints[0].tensors[0].layout
+        'Shard(0) ×4'
+    """
+    keys, exclude = _globs(keys), _globs(exclude)
+    location = locate(path)
+    if location.file is not None:
+        opened = [open_checkpoint(path)]
+        _require_match(opened, keys, exclude)
+        found = summarize_checkpoint(opened[0], keys, exclude, chunks, depth)
+        return Summary(found.path, (found,))
+    parts = find_parts(location)
+    itself = [part for part in parts if not part.name]
+    run = None if itself and itself[0].is_dcp else find_run(location)
+    if run:
+        steps = tuple(_summarize_step(run, name) for name in run.steps)
+        others = (part for part in parts if not run.holds(part.name))
+        return Summary(run.path, (), steps, tuple(part_path(location, part) for part in others))
+    if not parts:
+        raise CheckpointNotFoundError(not_a_checkpoint(location))
+    wanted = itself or parts
+    opened, errors = _open_all(location, wanted)
+    _require_match(opened, keys, exclude)
+    summaries = tuple(summarize_checkpoint(checkpoint, keys, exclude, chunks, depth) for checkpoint in opened)
+    others = (part for part in parts if part not in wanted)
+    return Summary(location.storage.root, summaries, (), tuple(part_path(location, part) for part in others), errors)
+
+
+def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _open_all(location: Location, parts: Sequence[Part]) -> tuple[list[Checkpoint], tuple[tuple[str, str], ...]]:
+    """Open the parts of a folder; what does not open is returned as (path, message), unless nothing does."""
+    opened: list[Checkpoint] = []
+    failed: list[tuple[str, DcptoolError]] = []
+    for part in parts:
+        try:
+            opened.append(open_part(location, part.name))
+        except DcptoolError as error:
+            failed.append((part_path(location, part), error))
+    if not opened:
+        raise failed[0][1]
+    return opened, tuple((path, str(error)) for path, error in failed)
+
+
+def _require_match(opened: Sequence[Checkpoint], keys: Sequence[str], exclude: Sequence[str]) -> None:
+    """Refuse a selection that selects nothing, naming what there is."""
+    names = [fqn for checkpoint in opened for fqn in checkpoint]
+    if not keys or any(selects(fqn, keys, exclude) for fqn in names):
+        return
+    begin = next((pattern for pattern in keys if any(fqn.startswith(pattern) for fqn in names)), None)
+    if begin:
+        raise LayoutError(f"no entry is named {begin!r}; for those that begin so: --keys '{begin}*'")
+    tops = list(dict.fromkeys(fqn.partition(".")[0] for fqn in names))
+    listed = ", ".join(name if name.isprintable() and name else repr(name) for name in tops[:12])
+    listed += ", …" if len(tops) > 12 else ""
+    shown = ", ".join(map(repr, keys))
+    raise LayoutError(f"no entry matches {shown}; names begin with: {listed or '(there are no entries)'}")
+
+
+def _summarize_step(run: Run, name: str) -> StepSummary:
+    path = join(run.path, name)
+    opened: list[CheckpointSummary] = []
+    sizes: dict[str, int] = {}
+    n_parts = 0
+    state, problem = "complete", ""
+    try:
+        location = locate(path)
+        parts = find_parts(location)
+        n_parts = len(parts)
+        for part in parts:
+            sizes |= {f"{part.name}/{file}": nbytes for file, nbytes in part_files(location, part.name).items()}
+        if not parts:
+            state, problem = "other", not_a_checkpoint(location)
+        for part in parts:
+            opened.append(summarize_checkpoint(open_part(location, part.name), (), ("*",), False, 1))
+    except CheckpointNotFoundError as error:
+        state, problem = "incomplete", str(error)
+    except UnsupportedError as error:
+        state, problem = "other", str(error)
+    except DcptoolError as error:
+        state, problem = "damaged", str(error)
+    for summary in opened:
+        if state == "complete" and summary.state != "complete":
+            state = summary.state
+            problem = next(item.message for item in summary.problems if item.severity is Severity.ERROR)
+    ranks = [size for summary in opened if (size := summary.world_size)]
+    return StepSummary(
+        name=name,
+        state=state,
+        n_checkpoints=n_parts,
+        world_size=max(ranks) if ranks else None,
+        n_entries=sum(summary.n_entries for summary in opened) if opened else None,
+        n_files=len(sizes),
+        nbytes=sum(sizes.values()),
+        problem=problem.partition("\n")[0].removeprefix(f"{path}: ").removeprefix(f"{path}/"),
+    )
