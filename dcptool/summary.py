@@ -16,6 +16,7 @@ from dcptool.errors import DcptoolError, UnsupportedError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.reader import data_file_rank
 from dcptool.model import Chunk, Ints
+from dcptool.notes import notes
 from dcptool.pickles import plain
 from dcptool.placements import layout
 from dcptool.regions import volume
@@ -125,6 +126,7 @@ def summarize_checkpoint(
     problems = [*checkpoint.problems, *file_problems(checkpoint), *cover_problems(checkpoint)]
     if state_of(problems) != "incomplete":  # what is not there cannot be read, and is said already
         problems += _unreadable(unreadable)
+    problems += notes(checkpoint, {item.fqn: item.value for item in objects if item.error is None})
     return CheckpointSummary(
         path=checkpoint.path,
         format=checkpoint.format,

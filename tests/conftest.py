@@ -42,6 +42,10 @@ def part(name: str) -> Part:
     return next(found for found in PARTS if found.name == name)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
+
+
 @pytest.fixture
 def foreign() -> Path:
     """The folder of checkpoints written by other software."""

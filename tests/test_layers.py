@@ -18,9 +18,9 @@ ORDER = (
     "errors dtypes model regions findings storage pickles.standins pickles.opcodes pickles.machine "
     "pickles.inert pickles.tensors pickles.plain fill chunks checkpoint formats.torch_zip "
     "formats.torch_items formats.safetensors_header formats.dcp.bulk formats.dcp.metadata "
-    "formats.dcp.build formats.dcp.items formats.dcp.reader formats.torch_save formats.safetensors "
-    "steps formats.detect placements check runs summary overview render.text render.folding render.inspect cli.options "
-    "cli.inspect cli __main__"
+    "formats.dcp.build formats.dcp.items formats.dcp.reader formats.torch_save formats.safetensors steps "
+    "formats.detect placements check notes runs summary overview render.text render.folding "
+    "render.inspect cli.options cli.inspect cli __main__"
 ).split()
 HEAVY = {"torch", "numpy", "ml_dtypes", "fsspec", "zstandard", "s3fs", "safetensors"}
 MODULES = sorted((ROOT / "dcptool").rglob("*.py"))
