@@ -8,6 +8,9 @@ import click
 
 from dcptool.cli import options
 
+PIPED_WIDTH = 1000
+"""Columns where there is no terminal: each entry stays on one line, for grep and awk."""
+
 
 @click.command(epilog="Example: dcptool inspect ckpt/step_500 --keys 'model.*' --chunks")
 @click.argument("path", type=click.Path())
@@ -57,7 +60,7 @@ def inspect(
 
         from dcptool.render.inspect import to_text
 
-        click.echo(to_text(summary, shutil.get_terminal_size((120, 40)).columns, by_file))
+        click.echo(to_text(summary, shutil.get_terminal_size((PIPED_WIDTH, 40)).columns, by_file))
     return 0 if summary.good else 1
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from dcptool.overview import StepSummary, Summary
 from dcptool.pickles import plain
 from dcptool.render.folding import Fold, fold
-from dcptool.render.text import nbytes, plural, shown, table, value
+from dcptool.render.text import MIN_NAME_WIDTH, nbytes, plural, shown, table, value
 from dcptool.summary import CheckpointSummary, ObjectSummary, TensorSummary
 
 SCHEMA = 1
@@ -111,7 +111,7 @@ def _checkpoint_text(checkpoint: CheckpointSummary, width: int, in_full: bool, b
         _problems_text(checkpoint),
         _groups_text(checkpoint),
         *([_files_text(checkpoint)] if by_file else []),
-        *([_tensors_text(checkpoint), _objects_text(checkpoint, width)] if in_full and not by_file else []),
+        *([_tensors_text(checkpoint, width), _objects_text(checkpoint, width)] if in_full and not by_file else []),
     ]
     return "\n\n".join(block for block in blocks if block)
 
@@ -148,7 +148,7 @@ def _groups_text(checkpoint: CheckpointSummary) -> str:
     return table(headers, rows, right=(1, 2, 3, 4)) if rows else ""
 
 
-def _tensors_text(checkpoint: CheckpointSummary) -> str:
+def _tensors_text(checkpoint: CheckpointSummary, width: int) -> str:
     tensors = checkpoint.tensors
     if not tensors:
         return ""
@@ -163,10 +163,9 @@ def _tensors_text(checkpoint: CheckpointSummary) -> str:
         rows.append([shown(found.name), *count, shown(tensor.dtype), shape, size, tensor.layout])
     headers = ["tensor", *(["count"] if len(folds) < len(tensors) else []), "dtype", "shape", "bytes", "layout"]
     right = (headers.index("bytes"), headers.index("count")) if "count" in headers else (headers.index("bytes"),)
-    text = table(headers, rows, right=right)
     if not listed:
-        return text
-    head, rule, *lines = text.splitlines()
+        return table(headers, rows, right, width)
+    head, rule, *lines = table(headers, rows, right).splitlines()
     files = {file.name: file.nbytes for file in checkpoint.files if file.nbytes is not None}
     blocks = ["\n".join([line, *_chunk_lines(tensor, files)]) for line, tensor in zip(lines, tensors, strict=True)]
     return "\n".join([head, rule, *blocks])
@@ -233,14 +232,17 @@ def _objects_text(checkpoint: CheckpointSummary, width: int) -> str:
     names = [shown(found.name) for found in folds]
     classes = [shown(objects[found.indexes[0]].class_name or "?") for found in folds]
     counts = [[f"{len(found.indexes):,}"] if len(folds) < len(objects) else [] for found in folds]
-    left = max(map(len, [*names, "object"])) + 2 + max(map(len, [*classes, "class"])) + 2 + 7 * bool(counts[0])
+    longest = max(
+        len(name) for name in [*names, "object"] if len(name) <= max(MIN_NAME_WIDTH, width // 2) or name == "object"
+    )
+    left = longest + 2 + max(map(len, [*classes, "class"])) + 2 + 7 * bool(counts[0])
     room = max(width - left, 30)
     rows = [
         [name, *count, kind, _value_text(objects[found.indexes[0]], room)]
         for name, count, kind, found in zip(names, counts, classes, folds, strict=True)
     ]
     headers = ["object", *(["count"] if counts[0] else []), "class", "value"]
-    return table(headers, rows, right=(1,) if counts[0] else ())
+    return table(headers, rows, (1,) if counts[0] else (), width)
 
 
 def _value_text(item: ObjectSummary, room: int) -> str:

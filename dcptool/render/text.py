@@ -43,6 +43,10 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
+MIN_NAME_WIDTH = 40
+"""Names up to this long stay in their row however narrow the terminal is."""
+
+
 class _Short(reprlib.Repr):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -64,8 +68,27 @@ def value(item: Any, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Return an aligned table; columns whose indexes are in `right` are right-aligned."""
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), width: int | None = None
+) -> str:
+    """Return an aligned table.
+
+    Args:
+        headers: one per column.
+        rows: cells, without newlines.
+        right: indexes of the columns that are right-aligned.
+        width: of the terminal, in columns. A first cell that would make the table wider than this stands on a line
+            of its own above its row; it is never cut.
+    """
+    room = None
+    if width is not None and rows:
+        others = [max(map(len, column)) + 2 for column in list(zip(headers, *rows, strict=True))[1:]]
+        room = max(MIN_NAME_WIDTH, width - sum(others))
+    kept = [["" if room and len(row[0]) > room else row[0], *row[1:]] for row in rows]
     align = ["right" if index in right else "left" for index in range(len(headers))]
-    text = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=align if rows else None)
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    text = tabulate(kept, headers, tablefmt="simple", disable_numparse=True, colalign=align if rows else None)
+    head, rule, *lines = text.splitlines()
+    out = [head, rule]
+    for line, row, shortened in zip(lines, rows, kept, strict=True):
+        out += [line] if shortened[0] == row[0] else [row[0], line]
+    return "\n".join(line.rstrip() for line in out)
