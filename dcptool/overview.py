@@ -73,6 +73,7 @@ def summarize(
     keys: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     chunks: bool = False,
+    values: bool = False,
     depth: int = 1,
 ) -> Summary:
     """Summarize the checkpoint, the checkpoints or the run directory at a path.
@@ -82,6 +83,7 @@ def summarize(
         keys: names or shell globs on whole fqns, `*` crosses dots; default: all.
         exclude: names or globs of what to leave out.
         chunks: keep every tensor's boxes and places too.
+        values: read the first elements of each tensor, at most 8 × 8 of at most 50 tensors; needs numpy.
         depth: leading parts of a name that make a group.
 
     Raises:
@@ -97,7 +99,7 @@ def summarize(
     if location.file is not None:
         opened = [open_checkpoint(path)]
         _require_match(opened, keys, exclude)
-        found = summarize_checkpoint(opened[0], keys, exclude, chunks, depth)
+        found = summarize_checkpoint(opened[0], keys, exclude, chunks, depth, values)
         return Summary(found.path, (found,))
     parts = find_parts(location)
     itself = [part for part in parts if not part.name]
@@ -111,7 +113,7 @@ def summarize(
     wanted = itself or parts
     opened, errors = _open_all(location, wanted)
     _require_match(opened, keys, exclude)
-    summaries = tuple(summarize_checkpoint(checkpoint, keys, exclude, chunks, depth) for checkpoint in opened)
+    summaries = tuple(summarize_checkpoint(checkpoint, keys, exclude, chunks, depth, values) for checkpoint in opened)
     others = (part for part in parts if part not in wanted)
     return Summary(location.storage.root, summaries, (), tuple(part_path(location, part) for part in others), errors)
 

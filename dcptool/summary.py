@@ -23,12 +23,18 @@ from dcptool.regions import volume
 
 MAX_VALUES = 2_000
 """Objects whose values are read for one summary; select with `keys` to see others."""
+MAX_CORNERS = 50
+"""Tensors whose first elements are read for one summary."""
 MAX_VALUES_NBYTES = 32 << 20
 """Bytes of such objects together."""
 
 
 class TensorSummary(NamedTuple):
-    """One tensor: names, sizes in elements and bytes, how it is cut and where it is stored."""
+    """One tensor: names, sizes in elements and bytes, how it is cut and where it is stored.
+
+    `chunks` and `corner` are None unless asked for; `corner` holds the tensor's first elements as nested lists, or the
+    reason why they could not be read.
+    """
 
     fqn: str
     dtype: str
@@ -38,6 +44,7 @@ class TensorSummary(NamedTuple):
     n_chunks: int
     files: tuple[str, ...]
     chunks: tuple[Chunk, ...] | None
+    corner: Any = None
 
     @property
     def elements(self) -> int:
@@ -114,11 +121,19 @@ class CheckpointSummary(NamedTuple):
 
 
 def summarize_checkpoint(
-    checkpoint: Checkpoint, keys: Sequence[str], exclude: Sequence[str], chunks: bool, depth: int
+    checkpoint: Checkpoint,
+    keys: Sequence[str],
+    exclude: Sequence[str],
+    chunks: bool,
+    depth: int,
+    values: bool = False,
 ) -> CheckpointSummary:
     """Summarize one open checkpoint; arguments as in `summarize`."""
     selected = [fqn for fqn in checkpoint if selects(fqn, keys, exclude)]
     tensors = tuple(_tensor(entry, chunks) for fqn in selected if isinstance(entry := checkpoint[fqn], TensorEntry))
+    if values:
+        shown = ((tensor, checkpoint.tensors[tensor.fqn]) for tensor in tensors[:MAX_CORNERS])
+        tensors = (*(t._replace(corner=_corner(checkpoint, entry)) for t, entry in shown), *tensors[MAX_CORNERS:])
     names = [fqn for fqn in selected if not isinstance(checkpoint[fqn], TensorEntry)]
     unreadable: dict[str, list[DcptoolError]] = {}
     within = _within_budget(checkpoint, names)
@@ -180,6 +195,22 @@ def _tensor(entry: TensorEntry, chunks: bool) -> TensorSummary:
     files = tuple(entry.chunks.files())
     shown = layout(entry.shape, entry.chunks)
     return TensorSummary(entry.fqn, entry.dtype, entry.shape, entry.nbytes, shown, len(entry.chunks), files, kept)
+
+
+def corner_sizes(shape: Ints) -> Ints:
+    """Return how much of a tensor is shown: up to 8 × 8 of its last two dimensions, at the others' beginning."""
+    return tuple(min(size, 8 if dim >= len(shape) - 2 else 1) for dim, size in enumerate(shape))
+
+
+def _corner(checkpoint: Checkpoint, entry: TensorEntry) -> Any:
+    """Read the first elements of a tensor as nested lists of Python numbers; a message where that fails."""
+    try:
+        array = checkpoint.read(entry.fqn, sizes=corner_sizes(entry.shape))
+    except DcptoolError as error:
+        return str(error)
+    if entry.dtype.startswith(("bfloat", "float8")):  # float32 holds all of them exactly
+        array = array.astype("float32")
+    return array.tolist()
 
 
 def _within_budget(checkpoint: Checkpoint, names: Sequence[str]) -> set[str]:

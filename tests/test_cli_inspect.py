@@ -346,3 +346,24 @@ def test_thousands_of_layers_stay_readable_and_nothing_is_lost(tmp_path):
     one = run("inspect", tmp_path / "c", "--keys", "model.layers.7.*").stdout
     assert "model.layers.7.q" in one
     assert len(json.loads(run("inspect", tmp_path / "c", "--json").stdout)["checkpoints"][0]["tensors"]) == 1001
+
+
+def test_values_of_selected_entries():
+    done = run(
+        "inspect", "fixtures/foreign/dtypes_keys_t2130", "--values", "--keys", "special.nan_inf", "--keys", "dtype.*"
+    )
+    assert done.returncode == 0
+    assert "special.nan_inf  float32 6\n" in done.stdout
+    assert re.search(r"special\.nan_inf.*\n +nan +inf", done.stdout)
+    done = run(
+        "inspect", "fixtures/foreign/xver_t2130", "--values", "--keys", "model.emb.weight", "--keys", "extra.size"
+    )
+    assert "model.emb.weight  float32 37×9, the first 8×8\n" in done.stdout
+    assert "extra.size  torch.Size\n  torch.Size([2, 3])\n" in done.stdout
+    checkpoint = dcptool.open(FOREIGN / "xver_t2130")
+    first = checkpoint.read("model.emb.weight")[0, 0]
+    assert f"{first:.6g}" in done.stdout
+    document = json.loads(run("inspect", "fixtures/foreign/dtypes_keys_t2130", "--values", "--json").stdout)
+    tensors = {tensor["fqn"]: tensor for tensor in document["checkpoints"][0]["tensors"]}
+    assert tensors["special.nan_inf"]["corner"][:2] == ["nan", "inf"]
+    assert sum("corner" in tensor for tensor in tensors.values()) == 50

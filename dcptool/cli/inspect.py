@@ -15,6 +15,7 @@ PIPED_WIDTH = 1000
 @click.command(epilog="Example: dcptool inspect ckpt/step_500 --keys 'model.*' --chunks")
 @click.argument("path", type=click.Path())
 @click.option("--chunks", is_flag=True, help="List every tensor's boxes and where they are stored.")
+@click.option("--values", is_flag=True, help="Print the first elements of each tensor and objects in full.")
 @click.option("--by-file", is_flag=True, help="Show the files: size, items, and how evenly ranks share the bytes.")
 @click.option(
     "--depth", type=click.IntRange(0), default=1, show_default=True, help="Parts of a name that make a group."
@@ -24,6 +25,7 @@ PIPED_WIDTH = 1000
 def inspect(
     path: str,
     chunks: bool,
+    values: bool,
     by_file: bool,
     depth: int,
     keys: tuple[str, ...],
@@ -42,7 +44,7 @@ def inspect(
     from dcptool.overview import summarize
 
     try:
-        summary = summarize(path, keys=keys, exclude=exclude, chunks=chunks, depth=depth)
+        summary = summarize(path, keys=keys, exclude=exclude, chunks=chunks, values=values, depth=depth)
     except DcptoolError as error:
         if as_json and not quiet:
             _print_json(
@@ -60,7 +62,7 @@ def inspect(
 
         from dcptool.render.inspect import to_text
 
-        click.echo(to_text(summary, shutil.get_terminal_size((PIPED_WIDTH, 40)).columns, by_file))
+        click.echo(to_text(summary, shutil.get_terminal_size((PIPED_WIDTH, 40)).columns, by_file, values))
     return 0 if summary.good else 1
 
 

@@ -10,18 +10,19 @@ from dcptool.overview import StepSummary, Summary
 from dcptool.pickles import plain
 from dcptool.render.folding import Fold, fold
 from dcptool.render.text import MIN_NAME_WIDTH, nbytes, plural, shown, table, value
-from dcptool.summary import CheckpointSummary, ObjectSummary, TensorSummary
+from dcptool.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
 
 SCHEMA = 1
 MAX_SHOWN_PROBLEMS = 10
+MAX_VALUE_CHARS = 100_000
 FOLD_ABOVE = 40
 """Tables with more rows fold those that differ only in numbers in their names."""
 
 
-def to_text(summary: Summary, width: int, by_file: bool = False) -> str:
+def to_text(summary: Summary, width: int, by_file: bool = False, values: bool = False) -> str:
     """Return the report for a terminal of `width` columns; names are never cut, values may be.
 
-    With `by_file` the files take the place of tensors and objects.
+    With `by_file` the files take the place of tensors and objects, with `values` their values.
     """
     blocks = [_run_text(summary)] if summary.steps else []
     count = len(summary.checkpoints) + len(summary.errors)
@@ -29,7 +30,7 @@ def to_text(summary: Summary, width: int, by_file: bool = False) -> str:
         blocks.append(f"{shown(summary.path)} holds {count} checkpoints; name one to see its tensors and objects")
     elif not summary.steps and summary.checkpoints[0].path != summary.path:
         blocks.append(f"{shown(summary.path)} holds one checkpoint:")
-    blocks += [_checkpoint_text(checkpoint, width, count == 1, by_file) for checkpoint in summary.checkpoints]
+    blocks += [_checkpoint_text(checkpoint, width, count == 1, by_file, values) for checkpoint in summary.checkpoints]
     blocks += [f"error: {_indented(message)}" for _, message in summary.errors]
     if summary.others:
         blocks.append("\n".join(["also here:", *(f"  dcptool inspect {_quoted(path)}" for path in summary.others)]))
@@ -86,10 +87,11 @@ def _quoted(path: str) -> str:
     return shown(shlex.quote(path))
 
 
-def _checkpoint_text(checkpoint: CheckpointSummary, width: int, in_full: bool, by_file: bool) -> str:
+def _checkpoint_text(checkpoint: CheckpointSummary, width: int, in_full: bool, by_file: bool, values: bool) -> str:
     evidence = f" ({'; '.join(map(shown, checkpoint.evidence))})" if checkpoint.evidence else ""
     size = str(checkpoint.world_size) if checkpoint.world_size else "unknown"
     total = sum(tensor.nbytes for tensor in checkpoint.tensors)
+    other = by_file or values
     n_files = sum(file.nbytes is not None for file in checkpoint.files)
     n_shown = len(checkpoint.tensors) + len(checkpoint.objects)
     selected = "" if n_shown == checkpoint.n_entries else f" (selected from {plural(checkpoint.n_entries, 'entry')})"
@@ -111,7 +113,8 @@ def _checkpoint_text(checkpoint: CheckpointSummary, width: int, in_full: bool, b
         _problems_text(checkpoint),
         _groups_text(checkpoint),
         *([_files_text(checkpoint)] if by_file else []),
-        *([_tensors_text(checkpoint, width), _objects_text(checkpoint, width)] if in_full and not by_file else []),
+        *([_values_text(checkpoint)] if values else []),
+        *([_tensors_text(checkpoint, width), _objects_text(checkpoint, width)] if in_full and not other else []),
     ]
     return "\n\n".join(block for block in blocks if block)
 
@@ -195,6 +198,40 @@ def _files_text(checkpoint: CheckpointSummary) -> str:
         ratio = loads[heaviest] / (sum(loads.values()) / len(loads))
         text += f"\n\nimbalance: rank {heaviest} has {ratio:.2f} × the mean of {plural(len(loads), 'rank')}"
     return text
+
+
+def _values_text(checkpoint: CheckpointSummary) -> str:
+    """Return the first elements of each tensor, a line per row of its last dimension, and objects in full."""
+    blocks = []
+    for tensor in checkpoint.tensors:
+        shape = "×".join(map(str, tensor.shape)) or "scalar"
+        head = f"{shown(tensor.fqn)}  {shown(tensor.dtype)} {shape}"
+        if tensor.corner is None:
+            blocks.append(f"{head}  (not read: too many tensors; select some with --keys)")
+        elif isinstance(tensor.corner, str):
+            blocks.append(f"{head}  ({shown(tensor.corner)})")
+        else:
+            sizes = corner_sizes(tensor.shape)
+            part = "" if sizes == tensor.shape else f", the first {'×'.join(map(str, sizes))}"
+            blocks.append("\n".join([head + part, *_number_lines(tensor.corner)]))
+    for item in checkpoint.objects:
+        text = f"({shown(item.error)})" if item.error is not None else value(item.value, MAX_VALUE_CHARS)
+        blocks.append(f"{shown(item.fqn)}  {shown(item.class_name or '?')}\n  {text}")
+    return "\n\n".join(blocks)
+
+
+def _number_lines(corner: Any) -> list[str]:
+    """Return nested lists of numbers as aligned lines, one for each innermost list."""
+    rows = [corner]
+    while rows and isinstance(rows[0], list) and rows[0] and isinstance(rows[0][0], list):
+        rows = [inner for row in rows for inner in row]
+    cells = [[_number(cell) for cell in row] if isinstance(row, list) else [_number(row)] for row in rows]
+    width = max((len(cell) for row in cells for cell in row), default=0)
+    return ["  " + "  ".join(cell.rjust(width) for cell in row) for row in cells]
+
+
+def _number(cell: Any) -> str:
+    return f"{cell:.6g}" if isinstance(cell, float | complex) else str(cell)
 
 
 def _folds(names: list[str], alike: list[Hashable], wanted: bool) -> list[Fold]:
@@ -290,6 +327,9 @@ def _tensor_json(tensor: TensorSummary) -> dict[str, Any]:
         "n_chunks": tensor.n_chunks,
         "files": list(tensor.files),
     }
+    if tensor.corner is not None:
+        fields["corner"] = None if isinstance(tensor.corner, str) else plain.to_json(_finite(tensor.corner))
+        fields["corner_sizes"] = list(corner_sizes(tensor.shape))
     if tensor.chunks is not None:
         fields["chunks"] = [
             {
@@ -302,6 +342,15 @@ def _tensor_json(tensor: TensorSummary) -> dict[str, Any]:
             for chunk in tensor.chunks
         ]
     return fields
+
+
+def _finite(corner: Any) -> Any:
+    """Return nested numbers with those that JSON cannot say as text: nan, inf, complex, complex32's pairs."""
+    if isinstance(corner, list):
+        return [_finite(part) for part in corner]
+    if isinstance(corner, bool | int) or (isinstance(corner, float) and corner - corner == 0):
+        return corner
+    return str(corner)
 
 
 def _object_json(item: ObjectSummary) -> dict[str, Any]:
