@@ -16,9 +16,8 @@ from dcptool.errors import DcptoolError, ItemError, LayoutError, StorageError
 from dcptool.pickles import plain
 from tests.conftest import PARTS, WHOLE, part
 
-pytestmark = pytest.mark.torchfree
 
-
+@pytest.mark.torchfree
 @pytest.mark.parametrize("part", WHOLE, ids=lambda part: part.name)
 def test_tensors_have_the_expected_dtype_shape_and_bytes(part):
     checkpoint = dcptool.open(part.path)
@@ -39,6 +38,7 @@ def numbers(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"-?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)", text)]
 
 
+@pytest.mark.torchfree
 @pytest.mark.parametrize("part", WHOLE, ids=lambda part: part.name)
 def test_objects_show_what_they_are(part):
     checkpoint = dcptool.open(part.path)
@@ -62,6 +62,7 @@ def test_objects_show_what_they_are(part):
                 assert ours[: len(theirs)] == theirs or len(expected["repr"]) >= 200
 
 
+@pytest.mark.torchfree
 def test_tensors_inside_objects_have_their_values():
     value = dcptool.open(part("w_noflatten").path).value("nested")
     assert (value["t"].dtype, value["t"].shape, value["t"].nested()) == ("int64", (4,), [0, 1, 2, 3])

@@ -12,8 +12,6 @@ import dcptool
 from dcptool import errors
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.torchfree
-
 ORDER = (
     "errors dtypes model regions findings storage pickles.standins pickles.opcodes pickles.machine "
     "pickles.inert pickles.tensors pickles.plain fill chunks checkpoint formats.torch_zip "
@@ -66,6 +64,7 @@ def test_no_module_is_two_things(path):
     assert len(path.read_text().splitlines()) <= 400
 
 
+@pytest.mark.torchfree
 def test_inspect_imports_neither_torch_nor_numpy_nor_fsspec():
     code = """if True:
         import sys
