@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import pathlib
 import struct
 
@@ -320,3 +321,22 @@ def test_holes_and_overlaps_are_no_complete_checkpoint(tmp_path):
     file.write_bytes(pickle.dumps(metadata))
     summary = dcptool.summarize(tmp_path / "c").checkpoints[0]
     assert "overlap" in {problem.kind for problem in summary.problems}
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def test_r16_code_in_an_entry_is_named_and_not_run(tmp_path):
+    dcp.save({"w": torch.zeros(2), "x": Evil(tmp_path / "ran")}, checkpoint_id=tmp_path / "c", no_dist=True)
+    torch.save({"w": torch.zeros(2), "x": Evil(tmp_path / "ran")}, tmp_path / "m.pt")
+    for name in ("c", "m.pt"):
+        summary = dcptool.summarize(tmp_path / name).checkpoints[0]
+        assert [item.class_name for item in summary.objects] == [f"{os.system.__module__}.system"]
+    assert not (tmp_path / "ran").exists()

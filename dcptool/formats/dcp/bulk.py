@@ -22,10 +22,12 @@ from dcptool.pickles.machine import Taken
 from dcptool.pickles.standins import Global
 from dcptool.regions import Box
 
-MIN_RECORDS = 8
+MIN_RECORDS = 4
 """A shorter run is not worth its regular expression."""
 BULK_NBYTES = 1 << 18
 """In a smaller pickle looking for runs costs more than it saves."""
+MAX_KEPT = 100_000
+"""Different sizes that are kept by how they are written."""
 MAX_COMPILED = 64
 """Regular expressions per pickle; torch's pickles need a few, one for each number of dimensions."""
 
@@ -34,7 +36,8 @@ _INT = rb"(?:K.|M..|J...[\x00-\x7f]|\x8a(?:\x05.{4}|\x06.{5}|\x07.{6}|\x08.{7})[
 _TEXT = rb"\x8c.[ -~]*\x94"
 _NEW = rb"\)\x81\x94\}\x94\("  # an instance without arguments, and the dict of its state
 _SIZE_END = rb"\x94\x85\x94R\x94"
-_SIZE = rb"(?:" + _GET + rb"(?:(?:" + _INT + rb"){1,3}[\x85-\x87]|\((?:" + _INT + rb"){4,}t)" + _SIZE_END + rb")"
+_TUPLE = rb"(?:I\x85|I{2}\x86|I{3}\x87|\(I{4,8}t)".replace(b"I", _INT)
+_SIZE = rb"(?:" + _GET + _TUPLE + _SIZE_END + rb")"
 _EMPTY_SIZE = rb"(?:" + _GET + rb"\)\x85\x94R\x94)"
 _VALUE = rb"(?:" + _SIZE + rb"|" + _EMPTY_SIZE + rb"|" + _TEXT + rb"|" + _INT + rb"|" + _GET + rb"|N)"
 _RECORD = _NEW + rb"((?:" + _GET + _VALUE + rb"){2,5})ub"
@@ -77,6 +80,7 @@ class Bulk:
         self._next = re.compile(rb"(" + _GET + rb")" + _RECORD, re.DOTALL)
         self._int = re.compile(_INT, re.DOTALL)
         self._sizes = _Sizes(self._int)
+        self._any = _AnySize(self._int)
         self._texts: dict[bytes, str] = {}
 
     def take(self, position: int, function: Any, memo: Memo, n_memo: int) -> Taken | None:
@@ -130,14 +134,12 @@ class Bulk:
         if not index or not place or not token or getattr(memo(_slot(place[1])), "name", "") != "_StorageInfo":
             return None
         fields, places = self._fields(index[1], memo), self._fields(place[2], memo)
-        pattern, n_sized = _NEW, 0
+        pattern = _NEW
         for name, key, value in fields:
-            pattern += re.escape(key)
-            if name == "offset":
-                part, n_sized = self._offset_pattern(value, memo)
-                pattern += part
-            else:
-                pattern += {"fqn": _captured(_TEXT, _GET), "index": rb"(?:" + _INT + rb"|N)"}[name]
+            if name == "offset" and value != b"N":
+                self._size_pattern(value, memo)
+            kinds = {"fqn": _captured(_TEXT, _GET), "index": rb"(?:" + _INT + rb"|N)", "offset": self._any_size()}
+            pattern += re.escape(key) + kinds[name]
         pattern += rb"ub" + re.escape(place[1]) + _NEW
         for name, key, _ in places:
             kinds = {"relative_path": _captured(_TEXT, _GET), "transform_descriptors": rb"N"}
@@ -153,7 +155,7 @@ class Bulk:
         columns = list(zip(*rows, strict=True))
         first = {name: columns[order.index(name)] for name in ("fqn", "offset", "relative_path", "length")}
         starts = columns[len(order) - 1 - order[::-1].index("offset")]
-        return self._item_run(first, starts, memo, n_memo, n_sized, end)
+        return self._item_run(first, starts, memo, n_memo, end)
 
     def _fields(self, record: bytes, memo: Memo) -> list[tuple[str, bytes, bytes]]:
         """Return name, key opcode and value opcodes of each field of a record."""
@@ -168,20 +170,19 @@ class Bulk:
         starts: tuple[bytes, ...],
         memo: Memo,
         n_memo: int,
-        n_sized: int,
         end: int,
     ) -> Taken | None:
         names, files = first["fqn"], first["relative_path"]
+        sizes = [self._any[text] for text in first["offset"]]
         literals = [list(map(0x8C.__eq__, map(itemgetter(0), tokens))) for tokens in (names, files)]
-        per_record = 4 + n_sized
-        total = per_record * len(names) + sum(literals[0]) + sum(literals[1])
+        total = 4 * len(names) + sum(size[1] for size in sizes) + sum(literals[0]) + sum(literals[1])
 
         def text_at(slot: int) -> str:
             """Return the text a memo entry of this run holds, counted from the run's first entry."""
             start = 0
             for row in range(len(names)):
-                # In the order of opcodes: index, its dict, [fqn], the offset's three, place, its dict, [file].
-                after = start + per_record + literals[0][row] + literals[1][row]
+                # In the order of opcodes: index, its dict, [fqn], those of the offset, place, its dict, [file].
+                after = start + 4 + sizes[row][1] + literals[0][row] + literals[1][row]
                 if slot < after:
                     if literals[0][row] and slot == start + 2:
                         return _text(names[row])
@@ -201,10 +202,10 @@ class Bulk:
                 raise LookupError(slot)
             self._texts[token] = value
         text = self._texts.__getitem__
-        offsets = map(self._sizes.__getitem__, first["offset"]) if n_sized else repeat(None)
+        offsets = [size[0] for size in sizes]
         places = list(map(text, files))
         rows = list(zip(offsets, places, _numbers(starts), _numbers(first["length"]), repeat(()), strict=False))
-        self._sizes.trim()
+        self._any.trim()
         return Taken([ItemRun(list(map(text, names)), rows, set(places)), None], end, total, text_at)
 
     def _rows(self, position: int, record: bytes, token: bytes) -> tuple[list[Any], int]:
@@ -227,16 +228,18 @@ class Bulk:
         ndim = len(self._int.findall(value[len(token) :]))
         if not isinstance(function, Global) or (function.module, function.name) != ("torch", "Size"):
             raise LookupError(token)
+        self._any.token = token
         head, tail = (rb"", (rb"\x85", rb"\x86", rb"\x87")[ndim - 1]) if 1 <= ndim <= 3 else (rb"\(", rb"t")
         if not ndim:
             raise LookupError(token)
         return re.escape(token) + head + rb"((?:%s){%d})" % (_INT, ndim) + tail + _SIZE_END, ndim
 
-    def _offset_pattern(self, value: bytes, memo: Memo) -> tuple[bytes, int]:
-        """Return the pattern of the offset of an index, and how many memo entries one takes."""
-        if value == b"N":
-            return rb"(N)", 0
-        return self._size_pattern(value, memo)[0], 3
+    def _any_size(self) -> bytes:
+        """Return the pattern of None or of a torch.Size of any ndim, captured as written."""
+        token = re.escape(self._any.token)
+        if not token:
+            return rb"(N)"
+        return rb"(N|" + token + rb"(?:" + _TUPLE + _SIZE_END + rb"|\)\x85\x94R\x94))"
 
     def _class_token(self, position: int, function: Global, memo: Memo) -> bytes | None:
         """Return the opcode before `position`, if it fetches `function` from the memo."""
@@ -264,7 +267,30 @@ class _Sizes(dict[bytes, Ints]):
 
     def trim(self) -> None:
         """Forget all when there are too many to be worth keeping."""
-        if len(self) > 100_000:
+        if len(self) > MAX_KEPT:
+            self.clear()
+
+
+class _AnySize(dict[bytes, tuple[Ints | None, int]]):
+    """The numbers of an offset of an index, and the memo entries it makes, by how it is written."""
+
+    def __init__(self, integer: re.Pattern[bytes]) -> None:
+        super().__init__()
+        self._integer = integer
+        self.token = b""
+        """The opcode that fetches torch.Size."""
+
+    def __missing__(self, text: bytes) -> tuple[Ints | None, int]:
+        found: tuple[Ints | None, int] = (None, 0)
+        if text != b"N":
+            numbers = tuple(_numbers(self._integer.findall(text, len(self.token))))
+            found = numbers, 3 if numbers else 2  # the numbers, the arguments, the size itself
+        self[text] = found
+        return found
+
+    def trim(self) -> None:
+        """Forget all when there are too many to be worth keeping."""
+        if len(self) > MAX_KEPT:
             self.clear()
 
 
