@@ -81,6 +81,7 @@ class Bulk:
         self._int = re.compile(_INT, re.DOTALL)
         self._sizes = _Sizes(self._int)
         self._any = _AnySize(self._int)
+        self._offset_key = b""
         self._texts: dict[bytes, str] = {}
 
     def take(self, position: int, function: Any, memo: Memo, n_memo: int) -> Taken | None:
@@ -134,12 +135,17 @@ class Bulk:
         if not index or not place or not token or getattr(memo(_slot(place[1])), "name", "") != "_StorageInfo":
             return None
         fields, places = self._fields(index[1], memo), self._fields(place[2], memo)
+        if fields[-1][0] == "offset":
+            self._offset_key = fields[-1][1]
+            if fields[-1][2] != b"N":
+                self._size_pattern(fields[-1][2], memo)
+        elif self._offset_key:  # the index of an object, which has no offset; those of chunks may follow
+            fields.append(("offset", self._offset_key, b""))
         pattern = _NEW
-        for name, key, value in fields:
-            if name == "offset" and value != b"N":
-                self._size_pattern(value, memo)
-            kinds = {"fqn": _captured(_TEXT, _GET), "index": rb"(?:" + _INT + rb"|N)", "offset": self._any_size()}
-            pattern += re.escape(key) + kinds[name]
+        kinds = {"fqn": _captured(_TEXT, _GET), "index": rb"(?:" + _INT + rb"|N)"}
+        for name, key, _ in fields:
+            field = re.escape(key)
+            pattern += rb"(?:" + field + self._any_size() + rb")?" if name == "offset" else field + kinds[name]
         pattern += rb"ub" + re.escape(place[1]) + _NEW
         for name, key, _ in places:
             kinds = {"relative_path": _captured(_TEXT, _GET), "transform_descriptors": rb"N"}
@@ -282,7 +288,7 @@ class _AnySize(dict[bytes, tuple[Ints | None, int]]):
 
     def __missing__(self, text: bytes) -> tuple[Ints | None, int]:
         found: tuple[Ints | None, int] = (None, 0)
-        if text != b"N":
+        if text not in (b"", b"N"):
             numbers = tuple(_numbers(self._integer.findall(text, len(self.token))))
             found = numbers, 3 if numbers else 2  # the numbers, the arguments, the size itself
         self[text] = found
