@@ -37,12 +37,14 @@ def _inspect(path: Path, *options: str) -> tuple[list[str], list[str]]:
 
 
 def _inspect_chunks(n_tensors: int, n_ranks: int) -> Callable[[Path], tuple[list[str], list[str]]]:
-    return lambda cache: _inspect(checkpoints.chunks(cache, n_tensors, n_ranks))
+    return lambda cache: _inspect(checkpoints.make("chunks", cache, n_tensors, n_ranks))
 
 
 PEER = "read_metadata() in a fresh process"
 ROWS = {
-    "inspect-small": Row("inspect, 4 ranks", PEER, 1 / 15, None, lambda cache: _inspect(checkpoints.small(cache))),
+    "inspect-small": Row(
+        "inspect, 4 ranks", PEER, 1 / 15, None, lambda cache: _inspect(checkpoints.make("small", cache))
+    ),
     "inspect-10k": Row("inspect, 10 k chunks", PEER, None, None, _inspect_chunks(100, 100)),
     "inspect-100k": Row("inspect, 100 k chunks", PEER, None, None, _inspect_chunks(400, 250)),
     "inspect-1m": Row("inspect, 1 M chunks", PEER, 0.4, 0.55, _inspect_chunks(1000, 1000)),

@@ -45,11 +45,16 @@ def file_problems(checkpoint: Checkpoint) -> list[Finding]:
     return problems
 
 
-def cover_problems(checkpoint: Checkpoint) -> list[Finding]:
-    """Return the tensors whose chunks leave holes or overlap; a whole tensor or a regular grid does neither."""
+def cover_problems(checkpoint: Checkpoint, layouts: Mapping[str, str]) -> list[Finding]:
+    """Return the tensors whose chunks leave holes or overlap; a whole tensor or a regular grid does neither.
+
+    Args:
+        checkpoint: an open checkpoint.
+        layouts: fqn → `placements.layout` of its tensors.
+    """
     problems = []
     for fqn, entry in checkpoint.tensors.items():
-        if not volume(entry.shape) or is_grid(entry.shape, entry.chunks):
+        if not volume(entry.shape) or is_grid(layouts[fqn]):
             continue
         boxes = list(entry.chunks.boxes())
         origin = (0,) * len(entry.shape)

@@ -118,13 +118,13 @@ class Checkpoint(Mapping[str, Entry]):
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r}: {self.flavour}, {len(self)} entries>"
 
-    @property
-    def tensors(self) -> dict[str, TensorEntry]:
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorEntry]:
         """The tensors alone, in order."""
         return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, TensorEntry)}
 
-    @property
-    def objects(self) -> dict[str, ObjectEntry]:
+    @cached_property
+    def objects(self) -> Mapping[str, ObjectEntry]:
         """The objects alone, in order."""
         return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, ObjectEntry)}
 

@@ -13,7 +13,6 @@ from typing import Any
 from dcptool.checkpoint import Checkpoint
 from dcptool.findings import Finding, Severity
 from dcptool.pickles.plain import Array
-from dcptool.placements import layout
 from dcptool.regions import volume
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "module")
@@ -32,11 +31,12 @@ _SIDE_FILES = {
 }
 
 
-def notes(checkpoint: Checkpoint, values: Mapping[str, Any]) -> list[Finding]:
+def notes(checkpoint: Checkpoint, layouts: Mapping[str, str], values: Mapping[str, Any]) -> list[Finding]:
     """Return what is worth knowing.
 
     Args:
         checkpoint: an open checkpoint.
+        layouts: fqn → `placements.layout` of its tensors.
         values: decoded objects by fqn, as far as they were read.
     """
     names = list(checkpoint)
@@ -44,7 +44,7 @@ def notes(checkpoint: Checkpoint, values: Mapping[str, Any]) -> list[Finding]:
         _wrappers(names),
         *_optimizer(checkpoint),
         *_per_rank(names),
-        _whole(checkpoint),
+        _whole(checkpoint, layouts),
         _containers(checkpoint, values),
         _extra_state(names),
         _side_files(checkpoint),
@@ -121,15 +121,13 @@ def _per_rank(names: Sequence[str]) -> list[Finding]:
     return found
 
 
-def _whole(checkpoint: Checkpoint) -> Finding | None:
+def _whole(checkpoint: Checkpoint, layouts: Mapping[str, str]) -> Finding | None:
     """R29: tensors that one of many ranks stored whole, beside sharded ones."""
-    layouts = {
-        fqn: layout(entry.shape, entry.chunks) for fqn, entry in checkpoint.tensors.items() if volume(entry.shape) > 1
-    }
-    whole = [fqn for fqn, found in layouts.items() if found == "whole"]
-    if not whole or len(whole) == len(layouts):
+    larger = [fqn for fqn, entry in checkpoint.tensors.items() if volume(entry.shape) > 1]
+    whole = [fqn for fqn in larger if layouts[fqn] == "whole"]
+    if not whole or len(whole) == len(larger):
         return None
-    message = f"{len(whole):,} of {len(layouts):,} tensors are stored whole, such as {whole[0]!r}: one rank's copy"
+    message = f"{len(whole):,} of {len(larger):,} tensors are stored whole, such as {whole[0]!r}: one rank's copy"
     return _note("whole-tensors", message, "If ranks held different values under that name, the others are lost.")
 
 

@@ -52,9 +52,9 @@ def layout(shape: Ints, chunks: Chunks) -> str:
     return (", ".join(sharded) or "whole") + suffix
 
 
-def is_grid(shape: Ints, chunks: Chunks) -> bool:
-    """Tell whether the chunks are one box or a regular grid, which covers the tensor exactly."""
-    return not layout(shape, chunks).startswith(("irregular", "no chunks", "empty"))
+def is_grid(words: str) -> bool:
+    """Tell whether a layout is of one box or of a regular grid, which cover a tensor exactly."""
+    return not words.startswith(("irregular", "no chunks", "empty"))
 
 
 def _tiles(size: int, intervals: list[tuple[int, int]]) -> bool:

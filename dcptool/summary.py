@@ -130,7 +130,8 @@ def summarize_checkpoint(
 ) -> CheckpointSummary:
     """Summarize one open checkpoint; arguments as in `summarize`."""
     selected = [fqn for fqn in checkpoint if selects(fqn, keys, exclude)]
-    tensors = tuple(_tensor(entry, chunks) for fqn in selected if isinstance(entry := checkpoint[fqn], TensorEntry))
+    layouts = {fqn: layout(entry.shape, entry.chunks) for fqn, entry in checkpoint.tensors.items()}
+    tensors = tuple(_tensor(checkpoint.tensors[fqn], layouts[fqn], chunks) for fqn in selected if fqn in layouts)
     if values:
         shown = ((tensor, checkpoint.tensors[tensor.fqn]) for tensor in tensors[:MAX_CORNERS])
         tensors = (*(t._replace(corner=_corner(checkpoint, entry)) for t, entry in shown), *tensors[MAX_CORNERS:])
@@ -138,10 +139,10 @@ def summarize_checkpoint(
     unreadable: dict[str, list[DcptoolError]] = {}
     within = _within_budget(checkpoint, names)
     objects = tuple(_object(checkpoint, fqn, fqn in within, unreadable) for fqn in names)
-    problems = [*checkpoint.problems, *file_problems(checkpoint), *cover_problems(checkpoint)]
+    problems = [*checkpoint.problems, *file_problems(checkpoint), *cover_problems(checkpoint, layouts)]
     if state_of(problems) != "incomplete":  # what is not there cannot be read, and is said already
         problems += _unreadable(unreadable)
-    problems += notes(checkpoint, {item.fqn: item.value for item in objects if item.error is None})
+    problems += notes(checkpoint, layouts, {item.fqn: item.value for item in objects if item.error is None})
     return CheckpointSummary(
         path=checkpoint.path,
         format=checkpoint.format,
@@ -190,10 +191,9 @@ def _matches(fqn: str, globs: Sequence[str]) -> bool:
     return any(fqn == pattern or fnmatchcase(fqn, pattern) for pattern in globs)
 
 
-def _tensor(entry: TensorEntry, chunks: bool) -> TensorSummary:
+def _tensor(entry: TensorEntry, shown: str, chunks: bool) -> TensorSummary:
     kept = tuple(entry.chunks) if chunks else None
     files = tuple(entry.chunks.files())
-    shown = layout(entry.shape, entry.chunks)
     return TensorSummary(entry.fqn, entry.dtype, entry.shape, entry.nbytes, shown, len(entry.chunks), files, kept)
 
 
