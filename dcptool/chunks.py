@@ -6,8 +6,10 @@ A `Chunk` is made when somebody asks for it, so that a million of them cost what
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, repeat
+from operator import add
 from typing import NamedTuple, overload
 
 from dcptool.model import Chunk, Extent, Ints
@@ -87,13 +89,16 @@ class ChunkTable:
 
     def usage(self) -> dict[str, FileUse]:
         """Return for each file how much of it the chunks use."""
-        items, nbytes, ends = [[0] * len(self.files) for _ in range(3)]
-        for index, start, length in zip(self.file, self.byte_offset, self.byte_length, strict=True):
+        items = Counter(self.file)
+        nbytes, ends = [0] * len(self.files), [0] * len(self.files)
+        for index, length, end in zip(
+            self.file, self.byte_length, map(add, self.byte_offset, self.byte_length), strict=True
+        ):
             if index >= 0:
-                items[index] += 1
                 nbytes[index] += length
-                ends[index] = max(ends[index], start + length)
-        return {name: FileUse(*use) for name, *use in zip(self.files, items, nbytes, ends, strict=True)}
+                if end > ends[index]:
+                    ends[index] = end
+        return {name: FileUse(items[i], nbytes[i], ends[i]) for i, name in enumerate(self.files)}
 
     def mark(self) -> tuple[int, int]:
         """Return the next row and the next index into `bounds`, to open a `Chunks` later."""

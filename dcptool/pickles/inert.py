@@ -6,17 +6,13 @@ for some of them.
 
 from __future__ import annotations
 
-import gc
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dcptool.errors import MetadataError
 from dcptool.pickles.machine import Machine, NotKeptError, Take
 from dcptool.pickles.standins import qualified_name
-
-_GC_PAUSE_BYTES = 1 << 16
 
 
 def load(
@@ -42,8 +38,7 @@ def load(
     """
     machine = Machine(data, understood or {}, take)
     try:
-        with _collector_paused(len(data) > _GC_PAUSE_BYTES):
-            return machine.run()
+        return machine.run()
     except MetadataError:
         raise
     except NotKeptError:
@@ -59,16 +54,3 @@ def load(
     finally:
         if names is not None:
             names |= {qualified_name(found) for found in machine.globals.values()}
-
-
-@contextmanager
-def _collector_paused(pause: bool) -> Iterator[None]:
-    """Keep the cyclic collector from walking millions of young objects again and again."""
-    pause = pause and gc.isenabled()
-    if pause:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if pause:
-            gc.enable()

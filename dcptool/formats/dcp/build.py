@@ -107,7 +107,7 @@ def _add_columns(fqn: str, records: Records, table: ChunkTable) -> bool:
     if not rows or len(rows) != len(boxes):
         return False
     offsets, files, byte_offsets, nbytes, transforms = zip(*rows, strict=True)
-    if any(transforms) or len(set(offsets)) < len(boxes) or offsets != tuple(map(itemgetter(0), boxes)):
+    if set(transforms) != {()} or len(set(offsets)) < len(boxes) or offsets != tuple(map(itemgetter(0), boxes)):
         return False
     table.extend(boxes, files, byte_offsets, nbytes)
     del records.items[fqn]

@@ -12,7 +12,8 @@ Source: what CPython's pickle writes for torch's ChunkStorageMetadata, MetadataI
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from operator import itemgetter
 from typing import Any
@@ -80,7 +81,8 @@ class Bulk:
         self._next = re.compile(rb"(" + _GET + rb")" + _RECORD, re.DOTALL)
         self._int = re.compile(_INT, re.DOTALL)
         self._sizes = _Sizes(self._int)
-        self._any = _AnySize(self._int)
+        self._any = _AnySize(self._int, self._sizes.same)
+        self._numbers = _Numbers()
         self._offset_key = b""
         self._texts: dict[bytes, str] = {}
 
@@ -208,10 +210,12 @@ class Bulk:
                 raise LookupError(slot)
             self._texts[token] = value
         text = self._texts.__getitem__
-        offsets = [size[0] for size in sizes]
+        numbers = partial(map, self._numbers.__getitem__)
+        offsets = map(itemgetter(0), sizes)
         places = list(map(text, files))
-        rows = list(zip(offsets, places, _numbers(starts), _numbers(first["length"]), repeat(()), strict=False))
+        rows = list(zip(offsets, places, numbers(starts), numbers(first["length"]), repeat(()), strict=False))
         self._any.trim()
+        self._numbers.trim()
         return Taken([ItemRun(list(map(text, names)), rows, set(places)), None], end, total, text_at)
 
     def _rows(self, position: int, record: bytes, token: bytes) -> tuple[list[Any], int]:
@@ -266,9 +270,38 @@ class _Sizes(dict[bytes, Ints]):
     def __init__(self, integer: re.Pattern[bytes]) -> None:
         super().__init__()
         self._integer = integer
+        self.same: dict[Ints, Ints] = {}
+        """Equal sizes are one object, whatever they are written as: comparing them is then a matter of identity."""
 
     def __missing__(self, tokens: bytes) -> Ints:
-        found = self[tokens] = tuple(_numbers(self._integer.findall(tokens)))
+        numbers = tuple(map(_number, self._integer.findall(tokens)))
+        found = self[tokens] = self.same.setdefault(numbers, numbers)
+        return found
+
+    def trim(self) -> None:
+        """Forget all when there are too many to be worth keeping."""
+        if len(self) > MAX_KEPT:
+            self.clear()
+            self.same.clear()
+
+
+class _AnySize(dict[bytes, tuple[Ints | None, int]]):
+    """The numbers of an offset of an index, and the memo entries it makes, by how it is written."""
+
+    def __init__(self, integer: re.Pattern[bytes], same: dict[Ints, Ints]) -> None:
+        super().__init__()
+        self._integer = integer
+        self._same = same
+        self.token = b""
+        """The opcode that fetches torch.Size."""
+
+    def __missing__(self, text: bytes) -> tuple[Ints | None, int]:
+        found: tuple[Ints | None, int] = (None, 0)
+        if text not in (b"", b"N"):
+            numbers = tuple(map(_number, self._integer.findall(text, len(self.token))))
+            # Three entries: the numbers, the arguments, the size itself.
+            found = self._same.setdefault(numbers, numbers), 3 if numbers else 2
+        self[text] = found
         return found
 
     def trim(self) -> None:
@@ -277,21 +310,11 @@ class _Sizes(dict[bytes, Ints]):
             self.clear()
 
 
-class _AnySize(dict[bytes, tuple[Ints | None, int]]):
-    """The numbers of an offset of an index, and the memo entries it makes, by how it is written."""
+class _Numbers(dict[bytes, int]):
+    """The values of integer opcodes; ranks write items of the same lengths to the same places."""
 
-    def __init__(self, integer: re.Pattern[bytes]) -> None:
-        super().__init__()
-        self._integer = integer
-        self.token = b""
-        """The opcode that fetches torch.Size."""
-
-    def __missing__(self, text: bytes) -> tuple[Ints | None, int]:
-        found: tuple[Ints | None, int] = (None, 0)
-        if text not in (b"", b"N"):
-            numbers = tuple(_numbers(self._integer.findall(text, len(self.token))))
-            found = numbers, 3 if numbers else 2  # the numbers, the arguments, the size itself
-        self[text] = found
+    def __missing__(self, token: bytes) -> int:
+        found = self[token] = _number(token)
         return found
 
     def trim(self) -> None:
@@ -313,10 +336,9 @@ def _slot(token: bytes) -> int:
     return int.from_bytes(token[1:], "little")
 
 
-def _numbers(tokens: Iterable[bytes]) -> list[int]:
-    """Return the values of integer opcodes; LONG1 has a length before its digits, the others have not."""
-    value = int.from_bytes
-    return [value(token, "little") >> (16 if token[0] == 0x8A else 8) for token in tokens]
+def _number(token: bytes) -> int:
+    """Return the value of an integer opcode; LONG1 has a length before its digits, the others have not."""
+    return int.from_bytes(token, "little") >> (16 if token[0] == 0x8A else 8)
 
 
 def _text(token: bytes) -> str:
