@@ -29,6 +29,8 @@ BULK_NBYTES = 1 << 18
 """In a smaller pickle looking for runs costs more than it saves."""
 MAX_KEPT = 100_000
 """Different sizes that are kept by how they are written."""
+MAX_MISSES = 200
+"""Records in a row that begin no run, after which no more are looked at."""
 MAX_COMPILED = 64
 """Regular expressions per pickle; torch's pickles need a few, one for each number of dimensions."""
 
@@ -75,6 +77,7 @@ class Bulk:
         self._data = data
         self._min_records = min_records
         self._compiled: dict[bytes, re.Pattern[bytes]] = {}
+        self._misses: dict[str, int] = {}
         # Compiled here, not when the module is imported: most checkpoints are too small to need them.
         self._field = re.compile(rb"(" + _GET + rb")(" + _VALUE + rb")", re.DOTALL)
         self._record = re.compile(_RECORD, re.DOTALL)
@@ -100,14 +103,20 @@ class Bulk:
         """
         if not isinstance(function, Global) or len(self._compiled) >= MAX_COMPILED:
             return None
+        if (
+            self._misses.get(function.name, 0) > MAX_MISSES
+        ):  # tensors in few chunks each: looking costs more than it saves
+            return None
+        taken = None
         try:
             if function.name == "ChunkStorageMetadata":
-                return self._chunks(position, function, memo)
-            if function.name == "MetadataIndex":
-                return self._items(position, function, memo, n_memo)
+                taken = self._chunks(position, function, memo)
+            elif function.name == "MetadataIndex":
+                taken = self._items(position, function, memo, n_memo)
         except LookupError:
             pass
-        return None
+        self._misses[function.name] = 0 if taken else self._misses.get(function.name, 0) + 1
+        return taken
 
     def _chunks(self, position: int, function: Global, memo: Memo) -> Taken | None:
         record = self._record.match(self._data, position)
