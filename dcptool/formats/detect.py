@@ -21,16 +21,21 @@ MAX_FOLDERS = 2_000
 """Folders of one level that are looked into."""
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 _OTHER_TOOLS = (
-    (re.compile(r"metadata\.pkl"), "a checkpoint with metadata.pkl, a format after DCP's; the software that wrote it"),
-    (re.compile(r"model_world_size_\d+_rank_\d+\.pt"), "verl's one-file-per-rank format; verl's model_merger"),
-    (re.compile(r"(zero_pp_rank|mp_rank)_.*_(model|optim)_states\.pt"), "a DeepSpeed checkpoint; zero_to_fp32.py"),
+    (
+        re.compile(r"metadata\.pkl"),
+        "a checkpoint with metadata.pkl, a format after DCP's",
+        "the software that wrote it",
+    ),
+    (re.compile(r"model_world_size_\d+_rank_\d+\.pt"), "verl's one-file-per-rank format", "verl's model_merger"),
+    (re.compile(r"(zero_pp_rank|mp_rank)_.*_(model|optim)_states\.pt"), "a DeepSpeed checkpoint", "zero_to_fp32.py"),
     (
         re.compile(r"model\.rank_?\d+\.pth?|.*rank_\d+.*\.pth?"),
-        "one torch.save file per rank; the trainer that wrote it",
+        "one torch.save file per rank",
+        "the trainer that wrote it",
     ),
-    (re.compile(r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt"), "an Orbax checkpoint; JAX's orbax-checkpoint"),
-    (re.compile(r"\.snapshot_metadata"), "a torchsnapshot; torchsnapshot's Snapshot.restore"),
-    (re.compile(r"mp_rank_\d+.*"), "a legacy Megatron checkpoint; Megatron-LM's checkpoint tools"),
+    (re.compile(r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt"), "an Orbax checkpoint", "JAX's orbax-checkpoint"),
+    (re.compile(r"\.snapshot_metadata"), "a torchsnapshot", "torchsnapshot's Snapshot.restore"),
+    (re.compile(r"mp_rank_\d+.*"), "a legacy Megatron checkpoint", "Megatron-LM's checkpoint tools"),
 )
 
 
@@ -159,10 +164,9 @@ def not_a_checkpoint(location: Location) -> str:
     """Say what a folder without a checkpoint looks like and what to do, one or two lines."""
     files = part_files(location, "")
     root = location.storage.root
-    for pattern, (meaning) in _OTHER_TOOLS:
+    for pattern, what, tool in _OTHER_TOOLS:
         found = next((name for name in sorted(files) if pattern.fullmatch(name)), None)
         if found:
-            what, _, tool = meaning.rpartition("; ")
             return f"{root} is no DCP checkpoint: {found} looks like {what}.\n{tool} reads it."
     single = [name for name in sorted(files) if name.endswith(_TORCH_SUFFIXES)]
     if single:
