@@ -153,7 +153,10 @@ class Chunks(Sequence[Chunk]):
         bounds = self._table.bounds
         return bounds[start:end:width], bounds[start + self._ndim : end : width]
 
+    def file_indexes(self) -> array[int]:
+        """Return for each chunk the index of its file in the table's `files`, -1 where the metadata names no place."""
+        return self._table.file[self._first_row : self._first_row + self._count]
+
     def files(self) -> list[str]:
         """Return the names of the files that hold them, each once, in order of first use."""
-        rows = self._table.file[self._first_row : self._first_row + self._count]
-        return [self._table.files[index] for index in dict.fromkeys(rows) if index >= 0]
+        return [self._table.files[index] for index in dict.fromkeys(self.file_indexes()) if index >= 0]

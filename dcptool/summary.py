@@ -5,6 +5,7 @@ Reads the objects' small items; of tensors not one byte.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -27,6 +28,10 @@ MAX_CORNERS = 50
 """Tensors whose first elements are read for one summary."""
 MAX_VALUES_NBYTES = 32 << 20
 """Bytes of such objects together."""
+MAX_RANKED = 65_536
+"""Chunks of one tensor whose ranks are looked up; with more of them the layout names no order of ranks."""
+_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
+"""Megatron-core's name for all layers as one tensor; layers with a number in their names are tensors of their own."""
 
 
 class TensorSummary(NamedTuple):
@@ -130,7 +135,8 @@ def summarize_checkpoint(
 ) -> CheckpointSummary:
     """Summarize one open checkpoint; arguments as in `summarize`."""
     selected = [fqn for fqn in checkpoint if selects(fqn, keys, exclude)]
-    layouts = {fqn: layout(entry.shape, entry.chunks) for fqn, entry in checkpoint.tensors.items()}
+    n_ranks = world_size(checkpoint)
+    layouts = _layouts(checkpoint, n_ranks)
     tensors = tuple(_tensor(checkpoint.tensors[fqn], layouts[fqn], chunks) for fqn in selected if fqn in layouts)
     if values:
         shown = ((tensor, checkpoint.tensors[tensor.fqn]) for tensor in tensors[:MAX_CORNERS])
@@ -148,7 +154,7 @@ def summarize_checkpoint(
         format=checkpoint.format,
         flavour=checkpoint.flavour,
         evidence=checkpoint.evidence,
-        world_size=world_size(checkpoint),
+        world_size=n_ranks,
         state=state_of(problems),
         nbytes=sum(checkpoint.files.values()),
         files=_files(checkpoint),
@@ -171,6 +177,19 @@ def world_size(checkpoint: Checkpoint) -> int | None:
     else:
         ranks = [int(name[6:11]) - 1 for name in checkpoint.files if name.startswith("shard-") and name[6:11].isdigit()]
     return max(ranks) + 1 if ranks else None
+
+
+def _layouts(checkpoint: Checkpoint, n_ranks: int | None) -> dict[str, str]:
+    """Return fqn → layout of all tensors; the rank of each file is looked up once."""
+    rank_of = [*map(data_file_rank, checkpoint.table.files), None]  # the last for chunks without a place, index -1
+    megatron = checkpoint.flavour.startswith("Megatron")
+    layouts = {}
+    for fqn, entry in checkpoint.tensors.items():
+        known = 1 < len(entry.chunks) <= MAX_RANKED
+        ranks = [rank_of[index] for index in entry.chunks.file_indexes()] if known else None
+        stacked = megatron and _LAYERS.search(fqn) is not None
+        layouts[fqn] = layout(entry.shape, entry.chunks, ranks, n_ranks, stacked)
+    return layouts
 
 
 def _files(checkpoint: Checkpoint) -> tuple[FileSummary, ...]:
