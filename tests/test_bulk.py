@@ -153,4 +153,4 @@ def item_runs(data):
 @pytest.mark.torchfree
 def test_it_is_used_at_all():
     taken = taken_from((FOREIGN / "xver_t2130" / ".metadata").read_bytes())
-    assert {"ChunkRun", "ItemRun"} <= {type(value).__name__ for value in taken}
+    assert {"TensorRow", "ChunkRun", "ItemRun"} <= {type(value).__name__ for value in taken}

@@ -15,8 +15,8 @@ from tests.conftest import ROOT
 ORDER = (
     "errors dtypes model regions findings storage pickles.standins pickles.opcodes pickles.machine "
     "pickles.inert pickles.tensors pickles.plain fill chunks checkpoint formats.torch_zip "
-    "formats.torch_items formats.safetensors_header formats.dcp.bulk formats.dcp.metadata "
-    "formats.dcp.build formats.dcp.items formats.dcp.reader formats.torch_save formats.safetensors steps "
+    "formats.torch_items formats.safetensors_header formats.dcp.tokens formats.dcp.tensor_runs formats.dcp.bulk "
+    "formats.dcp.metadata formats.dcp.build formats.dcp.items formats.dcp.reader formats.torch_save formats.safetensors steps "
     "formats.detect placements check notes runs summary overview render.text render.folding "
     "render.inspect cli.options cli.inspect cli __main__"
 ).split()

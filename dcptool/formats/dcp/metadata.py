@@ -18,7 +18,8 @@ from typing import Any, TypeGuard
 from dcptool import dtypes
 from dcptool.errors import MetadataError
 from dcptool.findings import Finding, Severity
-from dcptool.formats.dcp.bulk import BULK_NBYTES, MIN_RECORDS, Bulk, ChunkRun, ItemRow, ItemRun
+from dcptool.formats.dcp.bulk import BULK_NBYTES, MIN_RECORDS, Bulk, ItemRow, ItemRun
+from dcptool.formats.dcp.tensor_runs import ChunkRun, TensorRow, is_dense
 from dcptool.model import Ints
 from dcptool.pickles import inert
 from dcptool.pickles.standins import Global, Node, brief, qualified_name
@@ -37,7 +38,6 @@ _GLOBALS = re.compile(
     r"|pathlib\.(Posix|Windows|PurePosix|PureWindows)Path"
 )
 """What the writers of torch, its fsspec back end and Megatron-core name; other names are read by their fields."""
-_MEMORY_FORMATS = range(4)
 
 
 class Records:
@@ -161,6 +161,9 @@ def _add_entry(records: Records, fqn: Any, record: Any) -> None:
     if not isinstance(fqn, str):
         records.problem("bad-name", f"an entry is named {brief(fqn)}, which is no text; left out")
         return
+    if isinstance(record, TensorRow):
+        _keep_tensor(records, fqn, _dtype_name(record.dtype), record.shape, record.boxes)
+        return
     fields = _fields(record, "TensorStorageMetadata")
     if "size" in fields and "chunks" in fields:
         _add_tensor(records, fqn, fields)
@@ -174,17 +177,12 @@ def _add_entry(records: Records, fqn: Any, record: Any) -> None:
 def _add_tensor(records: Records, fqn: str, fields: Mapping[str, Any]) -> None:
     shape, chunks = _plain_size(fields["size"]), fields["chunks"]
     dtype = _dtype(records, fqn, fields.get("properties"))
-    if shape is None or not isinstance(chunks, list | tuple) or dtype is None:
-        records.problem("bad-tensor", f"the record of tensor {fqn!r} is damaged; left out", fqn)
+    if shape is None or not isinstance(chunks, list | tuple):
+        _leave_out(records, fqn)
         return
-    if volume(shape) > _MAX // 16:
-        records.problem("bad-tensor", f"tensor {fqn!r} is said to have shape {list(shape)}; left out", fqn)
-        return
-    if dtype not in dtypes.BY_NAME:
-        records.problem("unknown-dtype", f"tensor {fqn!r} has dtype {dtype}, which this dcptool does not know", fqn)
     boxes: list[Box] = []
     for chunk in chunks:
-        if isinstance(chunk, ChunkRun) and chunk.ndim == len(shape):
+        if isinstance(chunk, ChunkRun) and len(chunk.boxes[0][0]) == len(shape):
             boxes += chunk.boxes
             continue
         parts = _fields(chunk, "ChunkStorageMetadata")
@@ -194,8 +192,24 @@ def _add_tensor(records: Records, fqn: str, fields: Mapping[str, Any]) -> None:
             records.problem("bad-chunk", f"a chunk of {fqn!r} (shape {list(shape)}) is no box in it: {shown}", fqn)
             continue
         boxes.append((offsets, sizes))
+    _keep_tensor(records, fqn, dtype, shape, boxes)
+
+
+def _keep_tensor(records: Records, fqn: str, dtype: str | None, shape: Ints, boxes: list[Box]) -> None:
+    if dtype is None:
+        _leave_out(records, fqn)
+        return
+    if volume(shape) > _MAX // 16:
+        records.problem("bad-tensor", f"tensor {fqn!r} is said to have shape {list(shape)}; left out", fqn)
+        return
+    if dtype not in dtypes.BY_NAME:
+        records.problem("unknown-dtype", f"tensor {fqn!r} has dtype {dtype}, which this dcptool does not know", fqn)
     records.tensors[fqn] = (dtype, shape, _checked(records, fqn, shape, boxes))
     records.order.append(fqn)
+
+
+def _leave_out(records: Records, fqn: str) -> None:
+    records.problem("bad-tensor", f"the record of tensor {fqn!r} is damaged; left out", fqn)
 
 
 def _checked(records: Records, fqn: str, shape: Ints, boxes: list[Box]) -> list[Box]:
@@ -234,23 +248,19 @@ def _dtype(records: Records, fqn: str, properties: Any) -> str | None:
     state = properties.state if isinstance(properties, Node) else None
     if isinstance(state, tuple) and len(state) == 5:
         value, layout, requires_grad, memory_format, pin_memory = state
-        sound = (
-            isinstance(layout, Node)
-            and layout.args == ("torch.strided",)
-            and isinstance(memory_format, Node)
-            and len(memory_format.args) == 1
-            and memory_format.args[0] in _MEMORY_FORMATS
-            and isinstance(requires_grad, bool)
-            and isinstance(pin_memory, bool)
-        )
+        sound = is_dense(layout, memory_format) and isinstance(requires_grad, bool) and isinstance(pin_memory, bool)
         if not sound:
             records.problem(
                 "bad-properties", f"layout or memory format of tensor {fqn!r} is not what torch writes", fqn
             )
     else:
         value = _fields(properties, "TensorProperties").get("dtype")
-    name = qualified_name(value) if isinstance(value, Global) else ""
-    match = re.fullmatch(r"torch\.([a-z0-9_]+)", name)
+    return _dtype_name(value) if isinstance(value, Global) else None
+
+
+@functools.lru_cache(64)
+def _dtype_name(value: Global) -> str | None:
+    match = re.fullmatch(r"torch\.([a-z0-9_]+)", qualified_name(value))
     return match[1] if match else None
 
 
