@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import uuid
 
 import fsspec
@@ -40,8 +41,9 @@ class TestEveryStorage:
         storage, file = locate(root)
         assert file is None
         expected = [Entry(".metadata", 6, False), Entry("a.bin", 2048, False), Entry("empty", 0, False)]
-        assert storage.entries() == [*expected, Entry("sub", 0, True)]
-        assert storage.entries("sub") == [Entry("sub/b.bin", 6, False)]
+        assert [entry._replace(mtime=None) for entry in storage.entries()] == [*expected, Entry("sub", 0, True)]
+        assert [entry._replace(mtime=None) for entry in storage.entries("sub")] == [Entry("sub/b.bin", 6, False)]
+        assert all(abs(entry.mtime - time.time()) < 600 for entry in storage.entries() if not entry.is_dir)
 
     def test_ranges(self, root):
         storage = locate(root).storage
@@ -52,6 +54,19 @@ class TestEveryStorage:
         buffer = bytearray(5)
         storage.read_into("a.bin", 2043, memoryview(buffer))
         assert buffer == CONTENT["a.bin"][-5:]
+
+    def test_small_files_are_written_whole_and_deleted(self, root):
+        storage = locate(root).storage
+        storage.write("sub/new", b"first")
+        storage.write("sub/new", b"second")
+        assert storage.read("sub/new", 0, 6) == b"second"
+        assert [entry.name for entry in storage.entries("sub")] == ["sub/b.bin", "sub/new"]  # nothing temporary
+        storage.delete("sub/new")
+        storage.delete("sub/new")
+        assert storage.size("sub/new") is None
+        storage.delete_folder("sub")
+        storage.delete_folder("sub")
+        assert [entry.name for entry in storage.entries()] == [".metadata", "a.bin", "empty"]
 
     @pytest.mark.parametrize(("byte_offset", "nbytes"), [(2040, 9), (2048, 1), (5000, 3), (0, 1 << 40)])
     def test_a_range_beyond_the_end_is_an_error_naming_the_file(self, root, byte_offset, nbytes):
@@ -122,11 +137,11 @@ def test_no_permission_is_said_so(tmp_path):
     code = f"""if True:
         import os, sys
         sys.path.insert(0, {str(ROOT)!r})
-        import dcptool, dcptool.storage
+        import dcptool, dcptool.errors
         os.setuid(65534)
         try:
             dcptool.open({str(tmp_path / "ckpt")!r})
-        except dcptool.storage.StorageError as error:
+        except dcptool.errors.StorageError as error:
             print(error)
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

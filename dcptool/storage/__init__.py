@@ -1,0 +1,99 @@
+"""Where the bytes are: from a user's path, a local one or any fsspec URL, to the storage that holds it.
+
+fsspec is imported only for a path that is a URL.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import NamedTuple
+
+from dcptool.errors import CheckpointNotFoundError, UnsupportedError
+from dcptool.storage.base import Entry, Storage, join, translated
+from dcptool.storage.local import LocalStorage
+from dcptool.storage.remote import FsspecStorage
+
+__all__ = ["Entry", "FsspecStorage", "LocalStorage", "Location", "Storage", "join", "locate"]
+
+_URL_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+
+
+class Location(NamedTuple):
+    """A user's path: the storage that holds it and, if it is a file, its name in there."""
+
+    storage: Storage
+    file: str | None
+
+
+def locate(path: str | os.PathLike[str]) -> Location:
+    """Find what a user's path points at.
+
+    Args:
+        path: a local path or any fsspec URL; `file://` URLs are local paths.
+
+    Returns:
+        For a folder its storage; for a file the storage of its parent folder and the file's name.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at that path.
+        StorageError: it cannot be looked at.
+        UnsupportedError: no library for that kind of URL is installed.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise CheckpointNotFoundError("the path is empty")
+    if text.startswith("file://") and "::" not in text:
+        text = text.removeprefix("file://")
+    if "://" in text or "::" in text:
+        return _locate_url(text)
+    if "\0" in text:
+        raise CheckpointNotFoundError(f"{text!r} cannot be a path: it has a NUL character")
+    if text.startswith("~") and not os.path.exists(text):
+        text = os.path.expanduser(text)
+    try:
+        with translated(text):
+            found = os.stat(text)
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(f"{error}{_similar(text)}") from error
+    if stat.S_ISDIR(found.st_mode):
+        return Location(LocalStorage(text.rstrip("/") or "/"), None)
+    folder, name = os.path.split(text)
+    return Location(LocalStorage(folder or "."), name)
+
+
+def _locate_url(url: str) -> Location:
+    from fsspec.core import url_to_fs
+
+    protocol = url.split(":", 1)[0]
+    try:
+        with translated(url):
+            filesystem, path = url_to_fs(url)
+            filesystem.invalidate_cache()
+            found = filesystem.info(path)
+    except (ImportError, ValueError) as error:
+        extra = _URL_EXTRAS.get(protocol)
+        hint = f"pip install 'dcptool[{extra}]'" if extra else "install the fsspec implementation of that protocol"
+        raise UnsupportedError(f"{url}: {error}\n{hint}") from error
+    url = url if url.endswith("://") else url.rstrip("/")
+    if found["type"] == "directory":
+        return Location(FsspecStorage(filesystem, url, path), None)
+    folder, _, name = path.rstrip("/").rpartition("/")
+    return Location(FsspecStorage(filesystem, url.rpartition("/")[0], folder), name)
+
+
+def _similar(path: str) -> str:
+    """Return what to say about a missing path: the part of it that exists, and a name there that is like it."""
+    parent, _, name = path.rstrip("/").rpartition("/")
+    parent = parent or ("/" if path.startswith("/") else ".")
+    if not os.path.isdir(parent):
+        while parent and not os.path.isdir(parent):
+            parent = os.path.dirname(parent)
+        return f"; {parent} exists" if parent not in ("", "/") else ""
+    import difflib
+
+    try:
+        close = difflib.get_close_matches(name, os.listdir(parent), 1)
+    except OSError:
+        close = []
+    return f"; did you mean {join(parent, close[0])}?" if close else ""

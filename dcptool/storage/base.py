@@ -1,0 +1,117 @@
+"""What a storage is: a listing, ranged reads, small writes and deletes under one root. Knows no checkpoint format.
+
+Names are relative to the root, with forward slashes. Foreign errors become `StorageError` in `translated` and nowhere
+else.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError
+
+
+class Entry(NamedTuple):
+    """One name in a listing: a file with its size in bytes, or a folder (nbytes 0); either may be a symbolic link.
+
+    `mtime` is when a file was last written, in seconds since the epoch; None for folders and where it is not known.
+    """
+
+    name: str
+    nbytes: int
+    is_dir: bool
+    is_link: bool = False
+    mtime: float | None = None
+
+
+class Storage(Protocol):
+    """The files under `root`. Reading never changes anything; what writes says so in its name."""
+
+    root: str
+
+    def entries(self, folder: str = "") -> list[Entry]:
+        """List a folder, not its subfolders, sorted by name; names are relative to the root.
+
+        Raises:
+            CheckpointNotFoundError: there is no such folder.
+            StorageError: it cannot be listed.
+        """
+
+    def size(self, name: str) -> int | None:
+        """Return a file's size in bytes, None if there is no such file."""
+
+    def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
+        """Fill `out` (bytes, writable) with the file's bytes from `byte_offset` on.
+
+        Raises:
+            StorageError: the file is missing, unreadable or ends before that many bytes.
+        """
+
+    def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
+        """Return exactly `nbytes` bytes of a file; errors as in `read_into`. The caller bounds `nbytes`."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file whole, replacing one of that name; nobody ever sees a part of it.
+
+        Raises:
+            StorageError: it cannot be written; what was there before is unchanged.
+        """
+
+    def delete(self, name: str) -> None:
+        """Delete a file; one that is gone already is fine.
+
+        Raises:
+            StorageError: it cannot be deleted.
+        """
+
+    def delete_folder(self, name: str) -> None:
+        """Delete a folder below the root and all in it, following no link; gone already is fine.
+
+        Raises:
+            StorageError: something in it cannot be deleted; the rest of it may be gone.
+        """
+
+    def close(self) -> None:
+        """Give back open files; the storage can be used again afterwards."""
+
+
+def join(root: str, name: str) -> str:
+    """Return the path or URL of a name under a root, as a user would type it."""
+    if not name:
+        return root
+    if "::" in root:  # a chain: the name belongs to its first link
+        first, _, rest = root.partition("::")
+        return f"{join(first, name)}::{rest}"
+    if root.endswith("://"):
+        return root + name
+    return name if root == "." else f"{root.rstrip('/')}/{name}"
+
+
+@contextmanager
+def translated(path: str, missing: type[DcptoolError] = CheckpointNotFoundError) -> Iterator[None]:
+    """Turn what a file system may raise into dcptool's errors, naming the path; `missing` if nothing is there."""
+    try:
+        yield
+    except (StorageError, CheckpointNotFoundError):
+        raise
+    except FileNotFoundError as error:
+        raise missing(f"{path}: no such file or directory") from error
+    except NotADirectoryError as error:
+        raise missing(f"{path}: a part of this path is a file, not a folder") from error
+    except PermissionError as error:
+        raise StorageError(f"{path}: permission denied; it needs read access, and its folders search access") from error
+    except (ValueError, ImportError):
+        raise  # a malformed URL or a missing library: the caller knows what to say
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise CheckpointNotFoundError(f"{path[:80]}…: the name is too long to exist") from error
+        raise StorageError(f"{path}: {error.strerror or error}") from error
+    except Exception as error:  # cloud libraries raise classes of their own
+        raise StorageError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def too_short(path: str, byte_offset: int, nbytes: int, end: int) -> StorageError:
+    return StorageError(f"{path} ends at byte {end}, but bytes {byte_offset}–{byte_offset + nbytes} are needed")

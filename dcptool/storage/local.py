@@ -1,0 +1,151 @@
+"""A folder of the local, or of a mounted shared, file system."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from dcptool.errors import CheckpointNotFoundError, StorageError
+from dcptool.storage.base import Entry, too_short, translated
+
+_OPEN_FILES = 64
+
+
+class LocalStorage:
+    """A folder of the local (or mounted shared) file system."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._files: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.root, name) if name else self.root
+
+    def entries(self, folder: str = "") -> list[Entry]:
+        path = self._path(folder)
+        entries = []
+        with translated(path), os.scandir(path) as found:
+            for item in found:
+                name = f"{folder}/{item.name}" if folder else item.name
+                try:
+                    if item.is_dir():
+                        entries.append(Entry(name, 0, True, item.is_symlink()))
+                    else:
+                        found_file = item.stat()
+                        entries.append(Entry(name, found_file.st_size, False, item.is_symlink(), found_file.st_mtime))
+                except OSError:  # a dangling or looping link, or gone since the listing
+                    continue
+        return sorted(entries)
+
+    def size(self, name: str) -> int | None:
+        try:
+            with translated(self._path(name)):
+                found = os.stat(self._path(name))
+        except CheckpointNotFoundError:
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[int]:
+        """Lend a descriptor; up to _OPEN_FILES stay open between reads."""
+        with self._lock:
+            descriptor = self._files.pop(name, -1)
+        if descriptor < 0:
+            # O_NONBLOCK: a FIFO in place of a data file must not hang the tool.
+            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+                raise StorageError(f"{self._path(name)} is not a regular file")
+        try:
+            yield descriptor
+        finally:
+            with self._lock:
+                if name in self._files or len(self._files) >= _OPEN_FILES:
+                    spare = descriptor
+                    if name not in self._files:
+                        _, spare = self._files.popitem(last=False)
+                        self._files[name] = descriptor
+                    os.close(spare)
+                else:
+                    self._files[name] = descriptor
+
+    def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
+        path = self._path(name)
+        done = 0
+        with translated(path, StorageError), self._open(name) as descriptor:
+            while done < len(out):
+                count = os.preadv(descriptor, [out[done:]], byte_offset + done)
+                if count == 0:
+                    raise too_short(path, byte_offset, len(out), os.fstat(descriptor).st_size)
+                done += count
+
+    def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
+        path = self._path(name)
+        with translated(path, StorageError), self._open(name) as descriptor:
+            if nbytes > 1 << 20:  # do not allocate what a short file cannot give
+                nbytes_there = os.fstat(descriptor).st_size
+                if byte_offset + nbytes > nbytes_there:
+                    raise too_short(path, byte_offset, nbytes, nbytes_there)
+            pieces = []
+            while nbytes:
+                piece = os.pread(descriptor, nbytes, byte_offset)
+                if not piece:
+                    raise too_short(path, byte_offset, nbytes, os.fstat(descriptor).st_size)
+                pieces.append(piece)
+                byte_offset += len(piece)
+                nbytes -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def write(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        # Not a name like the step's: trainers' clean-up matches loosely.
+        temporary = os.path.join(os.path.dirname(path), f".dcptool-{os.urandom(4).hex()}.tmp")
+        with translated(path, StorageError):
+            try:
+                with open(temporary, "xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            _sync_folder(os.path.dirname(path))
+
+    def delete(self, name: str) -> None:
+        with suppress(CheckpointNotFoundError), translated(self._path(name)):
+            os.unlink(self._path(name))
+            _sync_folder(os.path.dirname(self._path(name)))
+
+    def delete_folder(self, name: str) -> None:
+        import shutil
+
+        path = self._path(name)
+        if os.path.islink(path):
+            raise StorageError(f"{path} is a link; what it points at is not deleted")
+        with suppress(CheckpointNotFoundError), translated(path):
+            shutil.rmtree(path)
+
+    def close(self) -> None:
+        with self._lock:
+            while self._files:
+                os.close(self._files.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _sync_folder(path: str) -> None:
+    """Make a rename or a deletion in a folder last through a power cut, where the system can."""
+    with suppress(OSError):
+        descriptor = os.open(path or ".", os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

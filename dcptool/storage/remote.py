@@ -1,0 +1,94 @@
+"""A folder, or a key prefix, behind an fsspec URL."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from dcptool.errors import CheckpointNotFoundError, StorageError
+from dcptool.storage.base import Entry, too_short, translated
+
+
+class FsspecStorage:
+    """A folder or key prefix behind an fsspec URL, such as `s3://bucket/run/step_500`."""
+
+    def __init__(self, filesystem: Any, root: str, path: str) -> None:
+        self.root = root
+        self._filesystem = filesystem
+        self._base = path.rstrip("/")
+
+    def _path(self, name: str) -> str:
+        return f"{self._base}/{name}" if name else self._base
+
+    def _shown(self, name: str) -> str:
+        return f"{self.root}/{name}" if name else self.root
+
+    def entries(self, folder: str = "") -> list[Entry]:
+        path = self._path(folder)
+        with translated(self._shown(folder)):
+            self._filesystem.invalidate_cache()  # somebody else may be writing there
+            found = self._filesystem.ls(path, detail=True)
+        entries = {}
+        for item in found:
+            base = str(item["name"]).rstrip("/").rsplit("/", 1)[-1]
+            is_dir = item["type"] == "directory"
+            # An object store may list the folder itself, as the empty object that marks it.
+            if str(item["name"]).strip("/") == path.strip("/"):
+                continue
+            name = f"{folder}/{base}" if folder else base
+            nbytes = 0 if is_dir else int(item["size"] or 0)
+            entries[name] = Entry(name, nbytes, is_dir, False, None if is_dir else _written_at(item))
+        return sorted(entries.values())
+
+    def size(self, name: str) -> int | None:
+        try:
+            with translated(self._shown(name)):
+                found = self._filesystem.info(self._path(name))
+        except CheckpointNotFoundError:
+            return None
+        return None if found["type"] == "directory" else int(found["size"])
+
+    def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
+        shown = self._shown(name)
+        if nbytes == 0:
+            return b""
+        with translated(shown, StorageError):
+            try:
+                data = bytes(self._filesystem.cat_file(self._path(name), start=byte_offset, end=byte_offset + nbytes))
+            except (ValueError, IndexError):  # how some stores answer a range that starts past the end
+                data = b""
+        if len(data) != nbytes:
+            raise too_short(shown, byte_offset, nbytes, byte_offset + len(data))
+        return data
+
+    def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
+        out[:] = self.read(name, byte_offset, len(out))
+
+    def write(self, name: str, data: bytes) -> None:
+        with translated(self._shown(name), StorageError):
+            self._filesystem.pipe_file(self._path(name), data)
+
+    def delete(self, name: str) -> None:
+        with suppress(CheckpointNotFoundError), translated(self._shown(name)):
+            self._filesystem.rm_file(self._path(name))
+
+    def delete_folder(self, name: str) -> None:
+        with suppress(CheckpointNotFoundError), translated(self._shown(name)):
+            self._filesystem.invalidate_cache()
+            self._filesystem.rm(self._path(name), recursive=True)
+
+    def close(self) -> None:
+        """Nothing is held open: every read is a request of its own."""
+
+
+def _written_at(item: dict[str, Any]) -> float | None:
+    """Return when a file was written, as far as a file system of fsspec tells; each has a word of its own."""
+    from datetime import datetime
+
+    found = next((item[key] for key in ("LastModified", "mtime", "updated", "created") if item.get(key)), None)
+    if isinstance(found, str):
+        with suppress(ValueError):
+            found = datetime.fromisoformat(found.replace("Z", "+00:00"))
+    if isinstance(found, datetime):
+        return found.timestamp()
+    return float(found) if isinstance(found, int | float) else None
