@@ -7,19 +7,20 @@ legitimate somewhere, and each has cost somebody a day.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dcptool.checkpoint import Checkpoint
-from dcptool.findings import Finding, Severity
+from dcptool.checkpoint import Checkpoint, TensorEntry
+from dcptool.findings import Finding
+from dcptool.formats.dcp.reader import data_file_rank
+from dcptool.names import count_entries, name_notes, note
 from dcptool.pickles.plain import Array
 from dcptool.regions import volume
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "module")
-"""Parts that torch.compile, activation checkpointing, FSDP1, DeepSpeed and DDP put into names."""
-_OPTIMIZER = re.compile(r"(?:^|\.)(?:optim|optimizer|optimizers|opt)\w*\.(?:.*\.)?state\.(.+)\.(\w+)$")
 _PER_RANK = re.compile(r"((?:^|[._/])(?:dp_?|local_|global_)?rank[._]?)(\d+)(?=$|[._/])")
-_EXTRA_STATE = re.compile(r"\._extra_state(?:/|$)")
+_OF_ONE_RANK = re.compile(r"rng|data_?loader|sampler|random", re.IGNORECASE)
+_RNG_TENSOR = re.compile(r"(?:^|[._/])(?:\w+_)?rng(?:_\w+)?(?:$|[._/])", re.IGNORECASE)
+_NOT_OF_ONE_RANK = re.compile(r"/shard_|_extra_state|seed$", re.IGNORECASE)
 _SIDE_FILES = {
     "common.pt": "Megatron's arguments, RNG state and iteration",
     "metadata.json": "Megatron's choice of back end",
@@ -31,104 +32,107 @@ _SIDE_FILES = {
 }
 
 
-def notes(checkpoint: Checkpoint, layouts: Mapping[str, str], values: Mapping[str, Any]) -> list[Finding]:
+def notes(
+    checkpoint: Checkpoint, layouts: Mapping[str, str], values: Mapping[str, Any], world_size: int | None
+) -> list[Finding]:
     """Return what is worth knowing.
 
     Args:
         checkpoint: an open checkpoint.
         layouts: fqn → `placements.layout` of its tensors.
         values: decoded objects by fqn, as far as they were read.
+        world_size: number of ranks that saved; None if the files do not tell.
     """
-    names = list(checkpoint)
+    families = _families(list(checkpoint))
     found = [
-        _wrappers(names),
-        *_optimizer(checkpoint),
-        *_per_rank(names),
+        *name_notes(checkpoint),
+        *_per_rank(families, world_size),
+        _stored_once(checkpoint, world_size) if not families else None,
         _whole(checkpoint, layouts),
+        _stacks(layouts),
         _containers(checkpoint, values),
-        _extra_state(names),
         _side_files(checkpoint),
     ]
-    return [note for note in found if note]
+    return [found_note for found_note in found if found_note]
 
 
-def _note(kind: str, message: str, next_step: str = "") -> Finding:
-    return Finding(kind, Severity.NOTE, message, next_step=next_step)
+def _ranks(count: int) -> str:
+    return f"{count:,} rank{'s' * (count != 1)}"
 
 
-def _entries(count: int) -> str:
-    return "1 entry" if count == 1 else f"{count:,} entries"
-
-
-def _wrappers(names: Sequence[str]) -> Finding | None:
-    """R56: parts of names that are wrappers', not the model's."""
-    counts = {part: sum(part in name.split(".") for name in names) for part in WRAPPERS}
-    seen = {part: count for part, count in counts.items() if count}
-    if not seen:
-        return None
-    listed = ", ".join(f"{part}. in {_entries(count)}" for part, count in seen.items())
-    return _note("wrapper-names", f"names have parts of wrappers: {listed}; a bare model does not have them")
-
-
-def _optimizer(checkpoint: Checkpoint) -> list[Finding]:
-    """R35, R36: how the optimizer names its state, and whether that covers the parameters."""
-    covered: set[str] = set()
-    tensors = checkpoint.tensors
-    for name in tensors:
-        match = _OPTIMIZER.search(name)
-        if match:
-            covered.add(match[1])
-    has_optimizer = any("param_groups" in name for name in checkpoint)
-    if not covered:
-        if not has_optimizer:
-            return []
-        message = "there are optimizer hyper-parameters but no optimizer tensors: it was saved before its first step"
-        return [_note("no-optimizer-state", message, "A resumed job starts with fresh moments.")]
-    if all(name.isdigit() for name in covered):
-        message = f"the optimizer names its state by parameter index ({len(covered):,} of them), not by parameter name"
-        return [_note("index-keyed-optimizer", message, "It loads only into the same parameters in the same order.")]
-    weights = [name for name in tensors if not _OPTIMIZER.search(name) and name.endswith(("weight", "bias"))]
-    without = [
-        name for name in weights if not any(name == key or name.endswith(f".{key}") for key in _tails(name, covered))
-    ]
-    if not weights or not without or len(without) == len(weights):
-        return []
-    share = f"{len(without):,} of {len(weights):,} weights and biases"
-    message = f"the optimizer has no state for {share}, such as {without[0]!r}"
-    return [_note("partial-optimizer", message, "Expected if they are frozen.")]
-
-
-def _tails(name: str, covered: set[str]) -> Iterable[str]:
-    """Yield the dotted endings of a name that the optimizer has state for."""
-    parts = name.split(".")
-    return (tail for start in range(len(parts)) if (tail := ".".join(parts[start:])) in covered)
-
-
-def _per_rank(names: Sequence[str]) -> list[Finding]:
-    """R17, R18: families of entries that only one rank each has."""
+def _families(names: Sequence[str]) -> dict[str, set[int]]:
+    """Return the names that differ only in a rank, with N in its place, and the ranks there are."""
     families: dict[str, set[int]] = {}
     for name in names:
         match = _PER_RANK.search(name)
         if match:
             pattern = f"{name[: match.start(2)]}N{name[match.end(2) :]}"
             families.setdefault(pattern, set()).add(int(match[2]))
+    return families
+
+
+def _per_rank(families: Mapping[str, set[int]], world_size: int | None) -> list[Finding]:
+    """R17, R18: entries that only one rank each has, and the number of ranks they imply."""
     found = []
     for pattern, ranks in list(families.items())[:5]:
-        missing = max(ranks) + 1 - len(ranks)
+        count = max(ranks) + 1
+        missing = count - len(ranks)
         gaps = f", {missing:,} of them missing" if missing else ""
-        message = f"{pattern!r} is saved per rank, for {max(ranks) + 1:,} ranks{gaps}"
-        found.append(_note("per-rank", message, "Another number of ranks finds too few or too many of them."))
+        message = f"{pattern!r} is saved per rank, for {_ranks(count)}{gaps}"
+        if world_size and count != world_size:
+            message += f", but {_ranks(world_size)} wrote files"
+            if not missing and 1 < count < world_size and world_size % count == 0:
+                message += f": data-parallel size {count:,}?"
+        found.append(note("per-rank", message, "Another number of ranks finds too few or too many of them."))
     return found
 
 
+def _stored_once(checkpoint: Checkpoint, world_size: int | None) -> Finding | None:
+    """R17: what each rank has of its own, by its name, but is there once."""
+    if not world_size or world_size < 2:
+        return None
+    once = [fqn for fqn in checkpoint if _is_of_one_rank(checkpoint, fqn)]
+    if not once:
+        return None
+    which = f"{once[0]!r} is" if len(once) == 1 else f"{once[0]!r} and {count_entries(len(once) - 1)} like it are"
+    message = f"{which} stored once, of {_ranks(world_size)}: the same on all of them, or the other ranks' is lost"
+    return note("stored-once", message, "State of its own per rank needs a name of its own per rank.")
+
+
+def _is_of_one_rank(checkpoint: Checkpoint, fqn: str) -> bool:
+    """Tell whether a name looks like the state of a random generator, sampler or data loader."""
+    if _NOT_OF_ONE_RANK.search(fqn):
+        return False
+    entry = checkpoint[fqn]
+    if isinstance(entry, TensorEntry):
+        return entry.dtype == "uint8" and _RNG_TENSOR.search(fqn) is not None
+    return _OF_ONE_RANK.search(fqn) is not None
+
+
 def _whole(checkpoint: Checkpoint, layouts: Mapping[str, str]) -> Finding | None:
-    """R29: tensors that one of many ranks stored whole, beside sharded ones."""
+    """R29, R30: tensors that one of many ranks stored whole, beside sharded ones, and over how many files they lie."""
     larger = [fqn for fqn, entry in checkpoint.tensors.items() if volume(entry.shape) > 1]
     whole = [fqn for fqn in larger if layouts[fqn] == "whole"]
     if not whole or len(whole) == len(larger):
         return None
     message = f"{len(whole):,} of {len(larger):,} tensors are stored whole, such as {whole[0]!r}: one rank's copy"
-    return _note("whole-tensors", message, "If ranks held different values under that name, the others are lost.")
+    next_step = "If ranks held different values under that name, the others are lost."
+    files = {file for fqn in whole for file in checkpoint.tensors[fqn].chunks.files()}
+    ranks = {rank for rank in map(data_file_rank, files) if rank is not None}
+    if len(ranks) > 1:
+        message += f" each, spread over the files of {_ranks(len(ranks))}"
+        next_step += " The files of one rank, or of one node of several, are not enough to load them."
+    return note("whole-tensors", message, next_step)
+
+
+def _stacks(layouts: Mapping[str, str]) -> Finding | None:
+    """Megatron's way to store layers: one tensor for all of them."""
+    depths = sorted(int(words.split()[1].strip("×,")) for words in layouts.values() if words.startswith("stack(0)"))
+    if not depths:
+        return None
+    layers = f"{depths[0]:,} layers" if depths[0] == depths[-1] else f"{depths[0]:,} to {depths[-1]:,} layers"
+    which = f"1 tensor holds {layers}" if len(depths) == 1 else f"{len(depths):,} tensors hold {layers} each"
+    return note("layer-stacks", f"{which}, stacked along dim 0 with one box per layer (Megatron)")
 
 
 def _containers(checkpoint: Checkpoint, values: Mapping[str, Any]) -> Finding | None:
@@ -136,9 +140,9 @@ def _containers(checkpoint: Checkpoint, values: Mapping[str, Any]) -> Finding | 
     kept = [fqn for fqn, value in values.items() if _is_unflattened(value)]
     if not kept or checkpoint.format != "dcp" or checkpoint.flavour.startswith("Megatron"):  # which keeps its own so
         return None
-    which = f"{kept[0]!r} holds" if len(kept) == 1 else f"{_entries(len(kept))}, such as {kept[0]!r}, hold"
+    which = f"{kept[0]!r} holds" if len(kept) == 1 else f"{count_entries(len(kept))}, such as {kept[0]!r}, hold"
     message = f"{which} a whole container: torch before 2.4, or not flattened"
-    return _note("unflattened", message, "torch 2.4 and later look for its members under names of their own.")
+    return note("unflattened", message, "torch 2.4 and later look for its members under names of their own.")
 
 
 def _is_unflattened(value: Any) -> bool:
@@ -148,18 +152,7 @@ def _is_unflattened(value: Any) -> bool:
     return isinstance(value, dict) and bool(value)
 
 
-def _extra_state(names: Sequence[str]) -> Finding | None:
-    """R15: TransformerEngine's bookkeeping."""
-    count = sum(bool(_EXTRA_STATE.search(name)) for name in names)
-    if not count:
-        return None
-    message = (
-        f"{_entries(count)} are _extra_state: FP8 bookkeeping that comes and goes with TransformerEngine's version"
-    )
-    return _note("extra-state", message)
-
-
 def _side_files(checkpoint: Checkpoint) -> Finding | None:
     """R50: files of a framework that belong to the checkpoint but are not part of DCP."""
     there = [f"{name} ({what})" for name, what in _SIDE_FILES.items() if name in checkpoint.files]
-    return _note("side-files", f"beside it: {', '.join(there)}") if there and checkpoint.format == "dcp" else None
+    return note("side-files", f"beside it: {', '.join(there)}") if there and checkpoint.format == "dcp" else None

@@ -148,7 +148,8 @@ def summarize_checkpoint(
     problems = [*checkpoint.problems, *file_problems(checkpoint), *cover_problems(checkpoint, layouts)]
     if state_of(problems) != "incomplete":  # what is not there cannot be read, and is said already
         problems += _unreadable(unreadable)
-    problems += notes(checkpoint, layouts, {item.fqn: item.value for item in objects if item.error is None})
+    decoded = {item.fqn: item.value for item in objects if item.error is None}
+    problems += notes(checkpoint, layouts, decoded, n_ranks)
     return CheckpointSummary(
         path=checkpoint.path,
         format=checkpoint.format,

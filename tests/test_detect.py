@@ -86,6 +86,13 @@ def test_r05_missing_empty_truncated_and_text_are_told_apart(tmp_path):
         ("model.rank_0.pth", "one torch.save file per rank"),
         (".snapshot_metadata", "torchsnapshot"),
         ("_CHECKPOINT_METADATA", "Orbax"),
+        ("ep1-ba500-rank0.pt", "one torch.save file per rank.*\n.*dcptool shows one file at a time: .*-rank0.pt"),
+        ("consolidated.00.pth", "Llama"),
+        ("pytorch_model.bin.index.json", "a transformers model in several torch.save files"),
+        ("gpt.nemo", "a NeMo archive, which is a tar file"),
+        ("recipe_state.pt", "torchtune"),
+        ("zero_to_fp32.py", "DeepSpeed"),
+        ("model.ckpt-7.data-00000-of-00001", "TensorFlow"),
         ("model.pt", "holds torch.save files \\(model.pt\\); name one"),
         ("notes.txt", "holds no checkpoint"),
     ],
@@ -95,6 +102,42 @@ def test_other_formats_are_named(tmp_path, file, says):
     with pytest.raises(CheckpointNotFoundError, match=says) as caught:
         dcptool.open(tmp_path)
     assert "damaged" not in str(caught.value)
+
+
+def test_megatrons_zarr_back_end_is_named_and_its_torch_dist_is_not(tmp_path):
+    for folder in ("embedding.word_embeddings.weight", "decoder.layers.mlp.linear_fc1.weight"):
+        (tmp_path / "zarr" / folder).mkdir(parents=True)
+        (tmp_path / "zarr" / folder / ".zarray").write_text('{"zarr_format": 2}')
+        (tmp_path / "zarr" / folder / "0.0").write_bytes(b"x")
+    (tmp_path / "zarr" / "common.pt").write_bytes(b"x")
+    (tmp_path / "zarr" / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    with pytest.raises(CheckpointNotFoundError, match=r"metadata\.json looks like a Megatron checkpoint of the zarr"):
+        dcptool.open(tmp_path / "zarr")
+    (tmp_path / "zarr" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(CheckpointNotFoundError, match=r"holds torch\.save files \(common\.pt\)"):
+        dcptool.open(tmp_path / "zarr")
+    megatron = copy(FOREIGN / "megatron_tp2" / "iter_0000010", tmp_path / "torch_dist")
+    assert dcptool.open(megatron).flavour == "Megatron torch_dist"
+
+
+def test_folders_tell_too(tmp_path):
+    (tmp_path / "mp_rank_00").mkdir()
+    (tmp_path / "mp_rank_00" / "model_optim_rng.pt").write_bytes(b"x")
+    with pytest.raises(CheckpointNotFoundError, match="mp_rank_00 looks like a legacy Megatron checkpoint"):
+        dcptool.open(tmp_path)
+
+
+def test_archives_and_indexes_as_the_path_itself(tmp_path):
+    import tarfile
+
+    (tmp_path / "weights").mkdir()
+    with tarfile.open(tmp_path / "gpt.nemo", "w") as archive:
+        archive.add(tmp_path / "weights", "weights")
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(UnsupportedError, match=r"gpt\.nemo is a tar archive.*unpack it"):
+        dcptool.open(tmp_path / "gpt.nemo")
+    with pytest.raises(UnsupportedError, match=r"bin\.index\.json is the index of a model in several torch\.save"):
+        dcptool.open(tmp_path / "pytorch_model.bin.index.json")
 
 
 def test_files_that_are_none(tmp_path):

@@ -277,7 +277,7 @@ def test_odd_but_legal_pt_files(tmp_path):
     checkpoint = dcptool.open(tmp_path / "m.pt")
     assert checkpoint.read("clash.0").tolist() == [1, 1]
     assert checkpoint.read("clash.0#2").tolist() == [0, 0, 0]
-    assert [problem.kind for problem in checkpoint.problems] == ["duplicate-name"]
+    assert [problem.kind for problem in checkpoint.problems] == ["duplicate-name", "shared-storage"]
     assert {"numpy.0", "numpy.1"} <= set(checkpoint)
     assert same_bits(checkpoint.read_torch("view"), state["view"])
     assert [item.nested() for item in checkpoint.value("inside")] == [[[0, 3], [1, 4], [2, 5]], [1.0, 1.0, 1.0]]

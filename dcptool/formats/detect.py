@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint import Checkpoint
 from dcptool.errors import CheckpointNotFoundError, MetadataError, StorageError, UnsupportedError
 from dcptool.formats.dcp.metadata import check_pickle_start
-from dcptool.formats.dcp.reader import METADATA, data_file_rank, is_dcp, open_dcp, rank_metadata
+from dcptool.formats.dcp.reader import METADATA, data_file_rank, is_dcp, megatron_backend, open_dcp, rank_metadata
 from dcptool.formats.safetensors import INDEX_SUFFIX, SUFFIX, open_safetensors
 from dcptool.formats.torch_save import LEGACY_MAGIC, open_torch_save
 from dcptool.steps import step_number
@@ -27,15 +27,37 @@ _OTHER_TOOLS = (
         "the software that wrote it",
     ),
     (re.compile(r"model_world_size_\d+_rank_\d+\.pt"), "verl's one-file-per-rank format", "verl's model_merger"),
-    (re.compile(r"(zero_pp_rank|mp_rank)_.*_(model|optim)_states\.pt"), "a DeepSpeed checkpoint", "zero_to_fp32.py"),
     (
-        re.compile(r"model\.rank_?\d+\.pth?|.*rank_\d+.*\.pth?"),
+        re.compile(r"(zero_pp_rank|mp_rank)_.*_(model|optim)_states\.pt|zero_to_fp32\.py"),
+        "a DeepSpeed checkpoint",
+        "zero_to_fp32.py",
+    ),
+    (
+        re.compile(r"model\.rank_?\d+\.pth?|.*rank_\d+.*\.pth?|.*[-_.](rank|shard)\d+\.pth?"),
         "one torch.save file per rank",
         "the trainer that wrote it",
+    ),
+    (
+        re.compile(r"consolidated\.\d\d\.pth"),
+        "Meta's Llama format, one file per model-parallel rank",
+        "Meta's llama code",
     ),
     (re.compile(r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt"), "an Orbax checkpoint", "JAX's orbax-checkpoint"),
     (re.compile(r"\.snapshot_metadata"), "a torchsnapshot", "torchsnapshot's Snapshot.restore"),
     (re.compile(r"mp_rank_\d+.*"), "a legacy Megatron checkpoint", "Megatron-LM's checkpoint tools"),
+    (
+        re.compile(r".*\.bin\.index\.json"),
+        "a transformers model in several torch.save files",
+        "transformers' from_pretrained",
+    ),
+    (re.compile(r".*\.nemo"), "a NeMo archive, which is a tar file", "NeMo's restore_from"),
+    (re.compile(r"recipe_state\.pt"), "a torchtune checkpoint", "torchtune's checkpointer"),
+    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint", "TensorFlow's tf.train.load_checkpoint"),
+)
+_MEGATRON_ZARR = (
+    "metadata.json",
+    "a Megatron checkpoint of the zarr back end",
+    "A megatron-core that still has zarr, or NeMo's convert_zarr_to_torch_dist.py,",
 )
 
 
@@ -163,21 +185,32 @@ def find_parts(location: Location) -> list[Part]:
 def not_a_checkpoint(location: Location) -> str:
     """Say what a folder without a checkpoint looks like and what to do, one or two lines."""
     files = part_files(location, "")
+    names = sorted(entry.name for entry in location.storage.entries())
     root = location.storage.root
-    for pattern, what, tool in _OTHER_TOOLS:
-        found = next((name for name in sorted(files) if pattern.fullmatch(name)), None)
-        if found:
-            return f"{root} is no DCP checkpoint: {found} looks like {what}.\n{tool} reads it."
     single = [name for name in sorted(files) if name.endswith(_TORCH_SUFFIXES)]
+    zarr = megatron_backend(location.storage, files) == "zarr"
+    found, what, tool = _MEGATRON_ZARR if zarr else _looks_like(names)
+    if found:
+        also = f"; dcptool shows one file at a time: {join(root, single[0])}" if single else "."
+        return f"{root} is no DCP checkpoint: {found} looks like {what}.\n{tool} reads it{also}"
     if single:
         listed = ", ".join(single[:5]) + (", …" if len(single) > 5 else "")
         return f"{root} is no DCP checkpoint, but holds torch.save files ({listed}); name one: {join(root, single[0])}"
-    if not files and not location.storage.entries():
+    if not names:
         return f"{root} is empty: no checkpoint in it"
     return (
         f"{root} holds no checkpoint, nor do its folders {MAX_PART_DEPTH} levels down "
         "(no .metadata, no __R_N.distcp, no safetensors)"
     )
+
+
+def _looks_like(names: Sequence[str]) -> tuple[str, str, str]:
+    """Return the file or folder that tells, what it looks like and what reads that; empty if none is recognised."""
+    for pattern, what, tool in _OTHER_TOOLS:
+        found = next(filter(pattern.fullmatch, names), None)
+        if found:
+            return found, what, tool
+    return "", "", ""
 
 
 def _is_passed_over(entry: Entry) -> bool:
@@ -208,6 +241,10 @@ def _open_file(storage: Storage, name: str) -> Checkpoint:
         )
     if start[8:9] == b"{" or name.endswith(SUFFIX):
         return open_safetensors(storage, {name: nbytes}, name)
+    if start[257:262] == b"ustar" or name.endswith(".nemo"):
+        raise UnsupportedError(f"{path} is a tar archive, as NeMo's .nemo files are; unpack it and name the folder")
+    if name.endswith(".bin.index.json"):
+        raise UnsupportedError(f"{path} is the index of a model in several torch.save files; name one of these")
     try:
         check_pickle_start(start)
     except MetadataError as error:

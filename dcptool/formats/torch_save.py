@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, Entry, ObjectEntry, TensorEntry
 from dcptool.chunks import ChunkTable
 from dcptool.errors import DcptoolError, ItemError, MetadataError, UnsupportedError
@@ -18,6 +19,7 @@ from dcptool.model import Chunk, Extent, Payload, Record
 from dcptool.pickles import inert, plain
 from dcptool.pickles.standins import Global, Node, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
+from dcptool.regions import is_contiguous, volume
 from dcptool.storage import Storage, join
 
 MAX_DEPTH = 60
@@ -84,6 +86,7 @@ def open_torch_save(storage: Storage, name: str, nbytes: int) -> Checkpoint:
             fqn = f"{fqn}#{again[fqn]}"
             problems.append(Finding("duplicate-name", Severity.WARNING, message, name, fqn))
         entries[fqn] = _entry(fqn, entry_path, value, source, table, item, problems)
+    problems += _storage_notes(source.views, name)
     evidence = ("a torch.save zip",)
     return Checkpoint(
         storage.root, name, "torch_save", "torch.save", evidence, entries, {name: nbytes}, table, storage, source,
@@ -112,6 +115,57 @@ def _entry(
     mark = table.mark()
     table.add((0,) * len(view.shape), view.shape, item)
     return TensorEntry(fqn, view.dtype, view.shape, path, table.chunks_since(mark, len(view.shape)))
+
+
+def _storage_notes(views: Mapping[str, TensorView], file: str) -> list[Finding]:
+    """Note tensors that are not simply a storage of their own from end to end: torch.save keeps views as views."""
+    strided: list[str] = []
+    partial: list[str] = []
+    for fqn, view in views.items():
+        if not is_contiguous(view.shape, view.strides):
+            strided.append(fqn)
+        elif 0 < _nbytes(view) < view.storage_nbytes:
+            partial.append(fqn)
+    notes = []
+    if strided:
+        message = f"{_tensors(len(strided))} stored transposed or strided, such as {strided[0]!r}"
+        notes.append(Finding("strided-tensors", Severity.NOTE, message, file, strided[0]))
+    if partial:
+        view = views[partial[0]]
+        part = f"{_nbytes(view):,} of {view.storage_nbytes:,} bytes, from byte {_byte_offset(view):,} on"
+        message = f"{_tensors(len(partial))} only part of a larger storage, such as {partial[0]!r}: {part}"
+        next_step = "The file holds the whole storages; a clone() before torch.save leaves out what is not used."
+        notes.append(Finding("partial-storage", Severity.NOTE, message, file, partial[0], next_step=next_step))
+    return [*notes, *_shared_storages(views, file)]
+
+
+def _shared_storages(views: Mapping[str, TensorView], file: str) -> list[Finding]:
+    """Note storages that several tensors use: tied weights if they are the same view of it."""
+    users: dict[str, list[str]] = {}
+    for fqn, view in views.items():
+        if view.storage_nbytes:
+            users.setdefault(view.storage, []).append(fqn)
+    shared = [fqns for fqns in users.values() if len(fqns) > 1]
+    if not shared:
+        return []
+    first = shared[0]
+    listed = " and ".join(map(repr, first[:2])) + (f" and {len(first) - 2:,} more" if len(first) > 2 else "")
+    what = "the same values, as tied weights" if len({views[fqn] for fqn in first}) == 1 else "parts or views of it"
+    count = "1 storage is" if len(shared) == 1 else f"{len(shared):,} storages are"
+    message = f"{count} shared by several tensors: {listed} ({what})"
+    return [Finding("shared-storage", Severity.NOTE, message, file, first[0])]
+
+
+def _tensors(count: int) -> str:
+    return "1 tensor is" if count == 1 else f"{count:,} tensors are"
+
+
+def _nbytes(view: TensorView) -> int:
+    return volume(view.shape) * dtypes.lookup(view.dtype).itemsize
+
+
+def _byte_offset(view: TensorView) -> int:
+    return view.storage_offset * dtypes.lookup(view.dtype).itemsize
 
 
 def _mapping(value: Any) -> Mapping[Any, Any] | None:

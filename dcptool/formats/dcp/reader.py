@@ -152,7 +152,7 @@ def _flavour(
 ) -> tuple[str, list[str]]:
     """Name the software or variant, and what tells so."""
     evidence: list[str] = []
-    backend = _backend(storage, files)
+    backend = megatron_backend(storage, files)
     if backend or "all_local_plans" in extra:
         evidence += [f'metadata.json says "{backend}"'] if backend else []
         evidence += ["all_local_plans in .metadata"] if "all_local_plans" in extra else []
@@ -173,8 +173,8 @@ def _flavour(
     return flavour, evidence
 
 
-def _backend(storage: Storage, files: Mapping[str, int]) -> str | None:
-    """Return the backend that Megatron's metadata.json names."""
+def megatron_backend(storage: Storage, files: Mapping[str, int]) -> str | None:
+    """Return the back end that Megatron's metadata.json names, None if there is no such file."""
     nbytes = files.get("metadata.json", 0)
     if not 0 < nbytes <= 1 << 16:
         return None
