@@ -9,7 +9,7 @@ from typing import Any
 from dcptool.overview import StepSummary, Summary
 from dcptool.pickles import plain
 from dcptool.render.folding import Fold, fold
-from dcptool.render.text import MIN_NAME_WIDTH, nbytes, plural, shown, table, value
+from dcptool.render.text import MIN_NAME_WIDTH, column_width, nbytes, plural, shown, table, value
 from dcptool.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
 
 SCHEMA = 1
@@ -269,10 +269,10 @@ def _objects_text(checkpoint: CheckpointSummary, width: int) -> str:
     names = [shown(found.name) for found in folds]
     classes = [shown(objects[found.indexes[0]].class_name or "?") for found in folds]
     counts = [[f"{len(found.indexes):,}"] if len(folds) < len(objects) else [] for found in folds]
-    longest = max(
-        len(name) for name in [*names, "object"] if len(name) <= max(MIN_NAME_WIDTH, width // 2) or name == "object"
-    )
-    left = longest + 2 + max(map(len, [*classes, "class"])) + 2 + 7 * bool(counts[0])
+    kept = [name for name in names if len(name) <= max(MIN_NAME_WIDTH, width // 2)]
+    columns = [column_width("object", kept), column_width("class", classes)]
+    columns += [column_width("count", [count[0] for count in counts])] if counts[0] else []
+    left = sum(columns) + 2 * len(columns)
     room = max(width - left, 30)
     rows = [
         [name, *count, kind, _value_text(objects[found.indexes[0]], room)]

@@ -68,6 +68,11 @@ def value(item: Any, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
+def column_width(header: str, cells: Sequence[str]) -> int:
+    """Return how wide tabulate makes a column: as its widest cell, and never less than two more than its header."""
+    return max(len(header) + 2, *map(len, cells), 0)
+
+
 def table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), width: int | None = None
 ) -> str:
@@ -82,7 +87,8 @@ def table(
     """
     room = None
     if width is not None and rows:
-        others = [max(map(len, column)) + 2 for column in list(zip(headers, *rows, strict=True))[1:]]
+        columns = list(zip(headers, *rows, strict=True))
+        others = [column_width(header, cells) + 2 for header, *cells in columns[1:]]
         room = max(MIN_NAME_WIDTH, width - sum(others))
     kept = [["" if room and len(row[0]) > room else row[0], *row[1:]] for row in rows]
     align = ["right" if index in right else "left" for index in range(len(headers))]
