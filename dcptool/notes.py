@@ -48,7 +48,7 @@ def notes(
         *name_notes(checkpoint),
         *_per_rank(families, world_size),
         _stored_once(checkpoint, world_size) if not families else None,
-        _whole(checkpoint, layouts),
+        _whole(checkpoint, layouts, world_size),
         _stacks(layouts),
         _containers(checkpoint, values),
         _side_files(checkpoint),
@@ -109,11 +109,12 @@ def _is_of_one_rank(checkpoint: Checkpoint, fqn: str) -> bool:
     return _OF_ONE_RANK.search(fqn) is not None
 
 
-def _whole(checkpoint: Checkpoint, layouts: Mapping[str, str]) -> Finding | None:
-    """R29, R30: tensors that one of many ranks stored whole, beside sharded ones, and over how many files they lie."""
+def _whole(checkpoint: Checkpoint, layouts: Mapping[str, str], world_size: int | None) -> Finding | None:
+    """R29, R30: tensors that one of many ranks stored whole, and over how many ranks' files they lie."""
     larger = [fqn for fqn, entry in checkpoint.tensors.items() if volume(entry.shape) > 1]
     whole = [fqn for fqn in larger if layouts[fqn] == "whole"]
-    if not whole or len(whole) == len(larger):
+    several = len(whole) < len(larger) or (world_size or 1) > 1
+    if not whole or not several:
         return None
     message = f"{len(whole):,} of {len(larger):,} tensors are stored whole, such as {whole[0]!r}: one rank's copy"
     next_step = "If ranks held different values under that name, the others are lost."

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +43,13 @@ WHOLE = [part for part in PARTS if not part.damaged]
 def part(name: str) -> Part:
     """The part of that name."""
     return next(found for found in PARTS if found.name == name)
+
+
+def run(*args: object, env: dict[str, str] | None = None, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command-line tool as a process, 120 columns wide, at the root of the repository."""
+    command = [sys.executable, "-m", "dcptool", *map(str, args)]
+    environment = {**os.environ, "COLUMNS": "120", **(env or {})}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False, **kwargs)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -27,7 +27,7 @@ def saved_pt(tmp_path, state):
 
 
 EXPECTED = {
-    "ddp": {"stored-once"},
+    "ddp": {"stored-once", "whole-tensors"},
     "hsdp": set(),
     "mesh2d_fsdp_tp": set(),
     "w_threads3": {"whole-tensors"},
@@ -126,7 +126,7 @@ def test_state_of_each_rank_that_is_stored_once(tmp_path):
     family = [{f"dataloader.rank{rank}": 1, "rng": 2} for rank in range(2)]
     assert "stored-once" not in saved(tmp_path / "family", *family)
     others = {"model": {"random.weight": torch.zeros(2), "up.sampler": torch.zeros(2)}, "random_seed": 3, "order": 4}
-    assert not saved(tmp_path / "others", others, others)
+    assert "stored-once" not in saved(tmp_path / "others", others, others)
 
 
 # R29, R30
@@ -143,7 +143,9 @@ def test_whole_tensors_and_the_files_they_are_spread_over(tmp_path):
     )
     found = kinds(save(tmp_path / "lowest", *states, lowest_rank=True))["whole-tensors"]
     assert found == "8 of 9 tensors are stored whole, such as 'norm0': one rank's copy"
-    assert not saved(tmp_path / "replicas", *[replicas] * 4)
+    assert not saved(tmp_path / "alone", replicas)
+    found = saved(tmp_path / "replicas", *[replicas] * 2)["whole-tensors"]
+    assert found.startswith("8 of 8 tensors are stored whole, such as 'norm0'")
     assert not saved(tmp_path / "shards", *({"w": state["w"], "step": torch.tensor(1.0)} for state in states))
 
 
