@@ -183,7 +183,6 @@ def layouts(part: Part) -> dict[str, str]:
     return {tensor.fqn: tensor.layout for tensor in checkpoint.tensors}
 
 
-@pytest.mark.torchfree
 @pytest.mark.parametrize("part", [part for part in WHOLE if expected_boxes(part)], ids=lambda part: part.name)
 def test_words_mean_the_boxes_of_the_foreign_checkpoint(part):
     words = layouts(part)

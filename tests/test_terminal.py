@@ -18,8 +18,6 @@ import dcptool
 from dcptool.render.text import MIN_NAME_WIDTH
 from tests.conftest import FOREIGN, ROOT
 
-pytestmark = pytest.mark.torchfree
-
 GOLDEN = ROOT / "tests" / "golden"
 
 
@@ -96,6 +94,7 @@ def test_columns_in_the_environment_win_over_the_terminal():
     assert on_terminal(200, "inspect", "xver_t2130", COLUMNS="80")[1] == (GOLDEN / "plain_80.txt").read_text()
 
 
+@pytest.mark.torchfree
 def test_a_pipe_gets_one_line_per_entry():
     done = piped("inspect", "megatron_tp2/iter_0000010")
     assert (done.returncode, done.stderr) == (0, "")
@@ -112,8 +111,6 @@ def test_a_pipe_gets_one_line_per_entry():
 COMMANDS = [
     ("inspect", "xver_t2130"),
     ("inspect", "xver_t2130", "--json"),
-    ("inspect", "xver_t2130", "--by-file"),
-    ("inspect", "w_nodist", "--chunks"),
     ("inspect", "run_crashed"),
     ("inspect", "no such place"),
     ("inspect", "--no-such-option"),
