@@ -17,7 +17,7 @@ ORDER = (
     "pickles.inert pickles.tensors pickles.plain fill chunks checkpoint formats.torch_zip "
     "formats.torch_items formats.safetensors_header formats.dcp.tokens formats.dcp.tensor_runs formats.dcp.bulk "
     "formats.dcp.metadata formats.dcp.build formats.dcp.items formats.dcp.reader formats.torch_save formats.safetensors steps "
-    "formats.detect placements check names notes runs summary overview render.text render.folding "
+    "formats.detect placements check torch_load names notes runs summary overview render.text render.folding "
     "render.inspect cli.options cli.inspect cli __main__"
 ).split()
 HEAVY = {"torch", "numpy", "ml_dtypes", "fsspec", "zstandard", "s3fs", "safetensors"}
