@@ -1,8 +1,57 @@
-"""dcptool: inspect torch.distributed.checkpoint directories without torch and without executing a pickle."""
+"""dcptool: inspect, verify and tidy torch.distributed.checkpoint directories, without torch and executing no pickle."""
 
-from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry
-from dcptool.formats.detect import open_checkpoint as open
-from dcptool.overview import summarize
+from __future__ import annotations
 
-__all__ = ["Checkpoint", "ObjectEntry", "TensorEntry", "open", "summarize"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry
+    from dcptool.checks import Level, check
+    from dcptool.formats.detect import open_checkpoint as open
+    from dcptool.marking import mark_complete
+    from dcptool.newest import find_latest, find_steps
+    from dcptool.overview import summarize
+    from dcptool.retention import delete_steps, plan_prune
+    from dcptool.verdict import Rules, State
+    from dcptool.verification import verify
+
+__all__ = [
+    "Checkpoint",
+    "Level",
+    "ObjectEntry",
+    "Rules",
+    "State",
+    "TensorEntry",
+    "check",
+    "delete_steps",
+    "find_latest",
+    "find_steps",
+    "mark_complete",
+    "open",
+    "plan_prune",
+    "summarize",
+    "verify",
+]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "checkpoint": ("Checkpoint", "ObjectEntry", "TensorEntry"),
+    "checks": ("Level", "check"),
+    "marking": ("mark_complete",),
+    "newest": ("find_latest", "find_steps"),
+    "overview": ("summarize",),
+    "retention": ("delete_steps", "plan_prune"),
+    "verdict": ("Rules", "State"),
+    "verification": ("verify",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for only then: a command needs a few of these modules."""
+    if name == "open":
+        return import_module("dcptool.formats.detect").open_checkpoint
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"dcptool.{module}"), name)
+    raise AttributeError(f"module 'dcptool' has no attribute {name!r}")

@@ -12,7 +12,7 @@ from dcptool.chunks import Chunks, ChunkTable, FileUse
 from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
 from dcptool.fill import fill, numpy_empty
 from dcptool.findings import Finding
-from dcptool.model import Chunk, Extent, Ints, Payload, Record
+from dcptool.model import Chunk, Examined, Extent, Ints, Payload, Record
 from dcptool.regions import Box, first_gap, intersect, volume
 from dcptool.storage import Storage, join
 
@@ -64,6 +64,24 @@ class Source(Protocol):
     def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
         """Find the payload of one chunk, stored as `item`, by reading the item's own small header."""
 
+    def examine(self, entry: Entry, chunk: Chunk | None, item: Extent) -> Examined:
+        """Read all headers of an item and check that they agree with one another.
+
+        Args:
+            entry: what the item belongs to.
+            chunk: the chunk, None for an object.
+            item: its place.
+
+        Raises:
+            ItemError: they do not agree, or the item is not what such an item should be.
+        """
+
+    def edge_problem(self, item: Extent) -> str:
+        """Say what a few bytes show to be wrong with the item of a chunk, or with the file around it; "" if nothing."""
+
+    def over(self, storage: Storage) -> Source:
+        """Return the same source reading from another storage of the same files."""
+
     def value(self, entry: ObjectEntry) -> Any:
         """Decode an object for display; see `pickles.plain`."""
 
@@ -86,6 +104,7 @@ class Checkpoint(Mapping[str, Entry]):
         table: the columns behind all chunks.
         problems: what is wrong with the metadata itself; the rest of it is usable. Missing files show in `summarize`.
         extra: what the format's records hold beyond dcptool's model, by attribute name.
+        save_id: the writer's identifier of the save, None where there is none.
     """
 
     root: str
@@ -100,6 +119,7 @@ class Checkpoint(Mapping[str, Entry]):
     source: Source
     problems: tuple[Finding, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+    save_id: str | None = None
 
     @property
     def path(self) -> str:
@@ -232,12 +252,7 @@ class Checkpoint(Mapping[str, Entry]):
                 f"{self.path}: {entry.fqn!r}: the metadata has no place for the chunk at {list(chunk.offsets)}"
             )
         payload: Payload = self._named(entry, chunk, self.source.payload, entry, chunk, chunk.item)
-        if payload.dtype != entry.dtype or payload.shape != chunk.sizes:
-            raise ItemError(
-                f"{join(self.root, chunk.item.file)}: {entry.fqn!r}: the chunk at {list(chunk.offsets)} should be "
-                f"{entry.dtype} {list(chunk.sizes)}, stored is {payload.dtype} {list(payload.shape)}; "
-                "metadata and data are not of the same save"
-            )
+        self._named(entry, chunk, require_box, payload, entry, chunk)
         return payload
 
     def _tensor(self, fqn: str) -> TensorEntry:
@@ -286,3 +301,16 @@ class Checkpoint(Mapping[str, Entry]):
             at = f" chunk at {list(chunk.offsets)}" if chunk and chunk.offsets else ""
             what = str(error).removeprefix(f"{place}: ")
             raise type(error)(f"{place}{where}: {entry.fqn!r}{at}: {what}") from error
+
+
+def require_box(payload: Payload, entry: TensorEntry, chunk: Chunk) -> None:
+    """Check that a payload is the box of the tensor that the metadata says.
+
+    Raises:
+        ItemError: its dtype or shape is another.
+    """
+    if payload.dtype != entry.dtype or payload.shape != chunk.sizes:
+        raise ItemError(
+            f"it should be {entry.dtype} {list(chunk.sizes)}, stored is {payload.dtype} {list(payload.shape)}; "
+            "metadata and data are not of the same save"
+        )

@@ -136,6 +136,11 @@ class Chunks(Sequence[Chunk]):
         index %= self._count
         return Chunk(*self.box(index), self._table.item(self._first_row + index))
 
+    @property
+    def first_row(self) -> int:
+        """Row of the first chunk in the table; the others follow it."""
+        return self._first_row
+
     def box(self, index: int) -> Box:
         """Return (offsets, sizes) of one chunk, 0 ≤ index < len, in elements."""
         start, ndim = self._first_bound + 2 * self._ndim * index, self._ndim

@@ -64,6 +64,18 @@ class Payload(NamedTuple):
     neg: bool = False
 
 
+class Examined(NamedTuple):
+    """What the headers of an item say.
+
+    Attributes:
+        payload: of a chunk; None for an object.
+        records: all runs of bytes in the item, also those that are no payload.
+    """
+
+    payload: Payload | None
+    records: tuple[Record, ...]
+
+
 class Chunk(NamedTuple):
     """A box of a tensor that is stored as one item; made on access, never kept.
 

@@ -7,17 +7,17 @@ legitimate somewhere, and each has cost somebody a day.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from dcptool.checkpoint import Checkpoint, TensorEntry
+from dcptool.checks.families import per_rank_families
 from dcptool.findings import Finding
 from dcptool.formats.dcp.reader import data_file_rank
 from dcptool.names import count_entries, name_notes, note
 from dcptool.pickles.plain import Array
 from dcptool.regions import volume
 
-_PER_RANK = re.compile(r"((?:^|[._/])(?:dp_?|local_|global_)?rank[._]?)(\d+)(?=$|[._/])")
 _OF_ONE_RANK = re.compile(r"rng|data_?loader|sampler|random", re.IGNORECASE)
 _RNG_TENSOR = re.compile(r"(?:^|[._/])(?:\w+_)?rng(?:_\w+)?(?:$|[._/])", re.IGNORECASE)
 _NOT_OF_ONE_RANK = re.compile(r"/shard_|_extra_state|seed$", re.IGNORECASE)
@@ -43,7 +43,7 @@ def notes(
         values: decoded objects by fqn, as far as they were read.
         world_size: number of ranks that saved; None if the files do not tell.
     """
-    families = _families(list(checkpoint))
+    families = per_rank_families(list(checkpoint))
     found = [
         *name_notes(checkpoint),
         *_per_rank(families, world_size),
@@ -58,17 +58,6 @@ def notes(
 
 def _ranks(count: int) -> str:
     return f"{count:,} rank{'s' * (count != 1)}"
-
-
-def _families(names: Sequence[str]) -> dict[str, set[int]]:
-    """Return the names that differ only in a rank, with N in its place, and the ranks there are."""
-    families: dict[str, set[int]] = {}
-    for name in names:
-        match = _PER_RANK.search(name)
-        if match:
-            pattern = f"{name[: match.start(2)]}N{name[match.end(2) :]}"
-            families.setdefault(pattern, set()).add(int(match[2]))
-    return families
 
 
 def _per_rank(families: Mapping[str, set[int]], world_size: int | None) -> list[Finding]:

@@ -10,37 +10,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint import Checkpoint
-from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError, UnsupportedError
-from dcptool.findings import Severity
+from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError
 from dcptool.formats.detect import (
     Part,
     find_parts,
     not_a_checkpoint,
     open_checkpoint,
     open_part,
-    part_files,
     part_path,
 )
-from dcptool.runs import Run, find_run
-from dcptool.storage import Location, join, locate
+from dcptool.storage import Location, locate
 from dcptool.summary import CheckpointSummary, selects, summarize_checkpoint
+from dcptool.verdict import State, Verdict
+from dcptool.verification import run_at, verify
 
-
-class StepSummary(NamedTuple):
-    """One step of a run directory: the worst state of its checkpoints, and the first thing wrong with them.
-
-    `state` is complete, incomplete, damaged, or other (no checkpoint dcptool reads); `n_entries` is None if nothing
-    of it opens; files and bytes are those on disk.
-    """
-
-    name: str
-    state: str
-    n_checkpoints: int
-    world_size: int | None
-    n_entries: int | None
-    n_files: int
-    nbytes: int
-    problem: str
+_FINE = frozenset({State.COMPLETE, State.IN_PROGRESS, State.OTHER})
 
 
 class Summary(NamedTuple):
@@ -49,14 +33,14 @@ class Summary(NamedTuple):
     Attributes:
         path: where it was found, which may be below the path asked for.
         checkpoints: the checkpoint, or those of a folder.
-        steps: of a run directory; its checkpoints are not opened one by one then.
+        steps: verdicts on the steps of a run directory; its checkpoints are not shown one by one then.
         others: paths of checkpoints beside the steps, or below a safetensors folder.
         errors: (path, message) of checkpoints of a folder that do not open.
     """
 
     path: str
     checkpoints: tuple[CheckpointSummary, ...] = ()
-    steps: tuple[StepSummary, ...] = ()
+    steps: tuple[Verdict, ...] = ()
     others: tuple[str, ...] = ()
     errors: tuple[tuple[str, str], ...] = ()
 
@@ -64,7 +48,7 @@ class Summary(NamedTuple):
     def good(self) -> bool:
         """Whether everything that was looked at is whole and readable."""
         found = all(checkpoint.good for checkpoint in self.checkpoints)
-        return found and not self.errors and all(step.state in ("complete", "other") for step in self.steps)
+        return found and not self.errors and all(step.state in _FINE for step in self.steps)
 
 
 def summarize(
@@ -103,9 +87,9 @@ def summarize(
         return Summary(found.path, (found,))
     parts = find_parts(location)
     itself = [part for part in parts if not part.name]
-    run = None if itself and itself[0].is_dcp else find_run(location)
+    run = run_at(location)
     if run:
-        steps = tuple(_summarize_step(run, name) for name in run.steps)
+        steps = verify(path).verdicts
         others = (part for part in parts if not run.holds(part.name))
         return Summary(run.path, (), steps, tuple(part_path(location, part) for part in others))
     if not parts:
@@ -149,42 +133,3 @@ def _require_match(opened: Sequence[Checkpoint], keys: Sequence[str], exclude: S
     listed += ", …" if len(tops) > 12 else ""
     shown = ", ".join(map(repr, keys))
     raise LayoutError(f"no entry matches {shown}; names begin with: {listed or '(there are no entries)'}")
-
-
-def _summarize_step(run: Run, name: str) -> StepSummary:
-    path = join(run.path, name)
-    opened: list[CheckpointSummary] = []
-    sizes: dict[str, int] = {}
-    n_parts = 0
-    state, problem = "complete", ""
-    try:
-        location = locate(path)
-        parts = find_parts(location)
-        n_parts = len(parts)
-        for part in parts:
-            sizes |= {f"{part.name}/{file}": nbytes for file, nbytes in part_files(location, part.name).items()}
-        if not parts:
-            state, problem = "other", not_a_checkpoint(location)
-        for part in parts:
-            opened.append(summarize_checkpoint(open_part(location, part.name), (), ("*",), False, 1))
-    except CheckpointNotFoundError as error:
-        state, problem = "incomplete", str(error)
-    except UnsupportedError as error:
-        state, problem = "other", str(error)
-    except DcptoolError as error:
-        state, problem = "damaged", str(error)
-    for summary in opened:
-        if state == "complete" and summary.state != "complete":
-            state = summary.state
-            problem = next(item.message for item in summary.problems if item.severity is Severity.ERROR)
-    ranks = [size for summary in opened if (size := summary.world_size)]
-    return StepSummary(
-        name=name,
-        state=state,
-        n_checkpoints=n_parts,
-        world_size=max(ranks) if ranks else None,
-        n_entries=sum(summary.n_entries for summary in opened) if opened else None,
-        n_files=len(sizes),
-        nbytes=sum(sizes.values()),
-        problem=problem.partition("\n")[0].removeprefix(f"{path}: ").removeprefix(f"{path}/"),
-    )

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from dcptool.check import cover_problems, file_problems, state_of
 from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry
+from dcptool.checks import cover_problems, state_of
+from dcptool.checks.files import file_problems
 from dcptool.chunks import FileUse
 from dcptool.errors import DcptoolError, UnsupportedError
 from dcptool.findings import Finding, Severity
@@ -19,7 +20,7 @@ from dcptool.formats.dcp.reader import data_file_rank
 from dcptool.model import Chunk, Ints
 from dcptool.notes import notes
 from dcptool.pickles import plain
-from dcptool.placements import layout
+from dcptool.placements import is_grid, layout
 from dcptool.regions import volume
 
 MAX_VALUES = 2_000
@@ -145,7 +146,8 @@ def summarize_checkpoint(
     unreadable: dict[str, list[DcptoolError]] = {}
     within = _within_budget(checkpoint, names)
     objects = tuple(_object(checkpoint, fqn, fqn in within, unreadable) for fqn in names)
-    problems = [*checkpoint.problems, *file_problems(checkpoint), *cover_problems(checkpoint, layouts)]
+    exact = (fqn for fqn, words in layouts.items() if is_grid(words))
+    problems = [*checkpoint.problems, *file_problems(checkpoint), *cover_problems(checkpoint, exact)]
     if state_of(problems) != "incomplete":  # what is not there cannot be read, and is said already
         problems += _unreadable(unreadable)
     decoded = {item.fqn: item.value for item in objects if item.error is None}

@@ -22,3 +22,27 @@ def flip_byte(file: Path, byte_offset: int, bits: int = 0x01) -> None:
 def truncate(file: Path, nbytes: int) -> None:
     """Cut a file to its first bytes."""
     file.write_bytes(file.read_bytes()[:nbytes])
+
+
+def overwrite(file: Path, byte_offset: int, data: bytes) -> None:
+    """Put other bytes in place of some."""
+    content = bytearray(file.read_bytes())
+    content[byte_offset : byte_offset + len(data)] = data
+    file.write_bytes(content)
+
+
+def swap(first: Path, second: Path) -> None:
+    """Give each of two files the other's content."""
+    one, two = first.read_bytes(), second.read_bytes()
+    first.write_bytes(two)
+    second.write_bytes(one)
+
+
+def edit_metadata(folder: Path, change) -> None:
+    """Change the metadata of a DCP checkpoint as torch's own object and pickle it again."""
+    import pickle
+
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata, 4))

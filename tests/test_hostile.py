@@ -34,7 +34,7 @@ def look(path):
     json.dumps(to_json(summary), allow_nan=False)
     wrong = [problem.message for found in summary.checkpoints for problem in found.problems]
     wrong += [item.error for found in summary.checkpoints for item in found.objects if item.error]
-    wrong += [step.problem for step in summary.steps if step.problem]
+    wrong += [step.reason for step in summary.steps if step.reason]
     if not summary.steps and len(summary.checkpoints) == 1:
         checkpoint = dcptool.open(path)
         for fqn in checkpoint.tensors:

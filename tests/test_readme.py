@@ -28,7 +28,12 @@ def test_console_blocks_are_real(command, output):
         env={**os.environ, "COLUMNS": "120"},
         check=False,
     )
-    assert done.stdout == output
+    assert without_ages(done.stdout) == without_ages(output)
+
+
+def without_ages(text):
+    """Text without what changes from day to day: how old files are, and the widths that follow from it."""
+    return re.sub(r"[ -]{2,}", "  ", re.sub(r"\d+ (s|min|h|d)\b", "N d", text))
 
 
 def test_python_blocks_run():

@@ -138,6 +138,7 @@ def test_no_permission_is_said_so(tmp_path):
         import os, sys
         sys.path.insert(0, {str(ROOT)!r})
         import dcptool, dcptool.errors
+        dcptool.open  # imported while it can be read
         os.setuid(65534)
         try:
             dcptool.open({str(tmp_path / "ckpt")!r})

@@ -15,6 +15,10 @@ import click
 
 from dcptool import __version__
 from dcptool.cli.inspect import inspect
+from dcptool.cli.latest import latest
+from dcptool.cli.mark import mark
+from dcptool.cli.prune import prune
+from dcptool.cli.verify import verify
 from dcptool.errors import DcptoolError
 
 EXIT_FAILED = 3
@@ -83,7 +87,7 @@ def _complain(message: str) -> None:
 @click.version_option(__version__, prog_name="dcptool")
 @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
 def main(debug: bool) -> None:
-    """Inspect torch.distributed.checkpoint (DCP) directories.
+    """Inspect, verify and tidy torch.distributed.checkpoint (DCP) directories.
 
     Reads without torch and never executes a pickle.
 
@@ -91,4 +95,5 @@ def main(debug: bool) -> None:
     """
 
 
-main.add_command(inspect)
+for command in (inspect, verify, latest, mark, prune):
+    main.add_command(command)

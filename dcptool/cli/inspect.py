@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from dcptool.cli import options
@@ -47,7 +45,7 @@ def inspect(
         summary = summarize(path, keys=keys, exclude=exclude, chunks=chunks, values=values, depth=depth)
     except DcptoolError as error:
         if as_json and not quiet:
-            _print_json(
+            options.print_json(
                 {"schema": 1, "path": path, "checkpoints": [], "errors": [{"path": path, "message": str(error)}]}
             )
         raise
@@ -56,7 +54,7 @@ def inspect(
     if as_json and not quiet:
         from dcptool.render.inspect import to_json
 
-        _print_json(to_json(summary))
+        options.print_json(to_json(summary))
     elif not quiet:
         import shutil
 
@@ -64,9 +62,3 @@ def inspect(
 
         click.echo(to_text(summary, shutil.get_terminal_size((PIPED_WIDTH, 40)).columns, by_file, values))
     return 0 if summary.good else 1
-
-
-def _print_json(document: dict[str, Any]) -> None:
-    import json
-
-    click.echo(json.dumps(document, indent=2, allow_nan=False))

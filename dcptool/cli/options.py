@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import click
 
@@ -29,3 +30,61 @@ def output(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON with a documented, numbered schema.")(
         command
     )
+
+
+class Duration(click.ParamType[float]):
+    """A length of time such as 90s, 30m, 2h or 1d; its value is in seconds."""
+
+    name = "duration"
+    _UNITS: ClassVar[dict[str, int]] = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(value))
+        if match is None:
+            self.fail(f"{value!r} is no length of time; write 90s, 30m, 2h or 1d", param, ctx)
+        return float(match[1]) * self._UNITS[match[2]]
+
+
+def marker(command: Command) -> Command:
+    """Add --marker."""
+    return click.option(
+        "--marker", default="_COMPLETE", show_default=True, metavar="NAME", help="Name of the marker file."
+    )(command)
+
+
+def require_marker(command: Command) -> Command:
+    """Add --require-marker."""
+    return click.option("--require-marker", is_flag=True, help="A checkpoint without a marker is not complete.")(
+        command
+    )
+
+
+def require_parts(command: Command) -> Command:
+    """Add --require."""
+    return click.option(
+        "--require",
+        default="",
+        metavar="PARTS",
+        help="Parts a step must have, separated by commas, such as actor,critic,data/data.pt.",
+    )(command)
+
+
+def threads(command: Command) -> Command:
+    """Add --threads."""
+    return click.option(
+        "--threads", type=click.IntRange(1), default=None, help="Files read at the same time.  [default: processors]"
+    )(command)
+
+
+def parts_of(text: str) -> tuple[str, ...]:
+    """Return the names in a list separated by commas."""
+    return tuple(name for part in text.split(",") if (name := part.strip().strip("/")))
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """Print a JSON document on stdout."""
+    import json
+
+    click.echo(json.dumps(document, indent=2, allow_nan=False))

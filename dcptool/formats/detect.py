@@ -95,7 +95,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     location = locate(path)
     if location.file is not None:
-        return _open_file(location.storage, location.file)
+        return open_part(location, "")
     parts = find_parts(location)
     if len(parts) == 1 or any(part.name == "" for part in parts):
         return open_part(location, parts[0].name)
@@ -106,10 +106,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def open_part(location: Location, name: str) -> Checkpoint:
-    """Open a checkpoint that `find_parts` found; `name` is its path below the location."""
-    storage = location.storage
-    if name:
-        storage = locate(join(storage.root, name)).storage
+    """Open a checkpoint that `find_parts` found, or the file that the location is; `name` is its path below it."""
+    if location.file is not None:
+        return _open_file(location.storage, location.file)
+    storage = location.storage.below(name) if name else location.storage
     files = part_files(Location(storage, None), "")
     if is_dcp(files):
         return open_dcp(storage, files)

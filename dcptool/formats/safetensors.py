@@ -17,7 +17,7 @@ from dcptool.errors import CheckpointNotFoundError, MetadataError, UnsupportedEr
 from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.metadata import is_inside
 from dcptool.formats.safetensors_header import Header, read_header
-from dcptool.model import Chunk, Extent, Ints, Payload, Record
+from dcptool.model import Chunk, Examined, Extent, Ints, Payload, Record
 from dcptool.regions import Box, contiguous_strides, volume
 from dcptool.storage import Storage, join
 
@@ -36,6 +36,18 @@ class SafetensorsSource:
     def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
         record = Record(item, 0, item.nbytes, entry.fqn, None)
         return Payload(record, entry.dtype, chunk.sizes, contiguous_strides(chunk.sizes))
+
+    def examine(self, entry: Entry, chunk: Chunk | None, item: Extent) -> Examined:
+        if chunk is None or not isinstance(entry, TensorEntry):
+            raise UnsupportedError("safetensors holds no objects")
+        payload = self.payload(entry, chunk, item)
+        return Examined(payload, (payload.record,))
+
+    def edge_problem(self, item: Extent) -> str:
+        return ""  # all headers were read when it was opened
+
+    def over(self, storage: Storage) -> SafetensorsSource:
+        return SafetensorsSource(storage)
 
     def value(self, entry: ObjectEntry) -> Any:
         raise UnsupportedError("safetensors holds no objects")

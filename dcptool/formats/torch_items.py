@@ -7,7 +7,7 @@ from typing import Any
 from dcptool import dtypes
 from dcptool.errors import ItemError
 from dcptool.formats.torch_zip import TorchZip
-from dcptool.model import Extent, Payload, Record
+from dcptool.model import Examined, Extent, Payload, Record
 from dcptool.pickles import inert, plain
 from dcptool.pickles.standins import qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
@@ -41,7 +41,20 @@ def tensor_payload(archive: TorchZip, item: Extent) -> Payload:
     Raises:
         ItemError: it holds something else, or is damaged.
     """
+    return _payload_of_root(inert.load(archive.content("data.pkl")), archive, item)
+
+
+def examine(archive: TorchZip, item: Extent, is_tensor: bool) -> Examined:
+    """Read all headers of a zip that holds one tensor, or one object, and check that they agree.
+
+    Raises:
+        ItemError: they do not, or it holds something else.
+    """
     root = inert.load(archive.content("data.pkl"))
+    return Examined(_payload_of_root(root, archive, item) if is_tensor else None, archive.records(item))
+
+
+def _payload_of_root(root: Any, archive: TorchZip, item: Extent) -> Payload:
     view = tensor_view(root)
     if view is None:
         raise ItemError(f"the metadata says tensor, stored is an object of class {qualified_name(root)}")

@@ -5,7 +5,9 @@ Source: torch 2.13, distributed/checkpoint/_traverse.py for what is flattened; s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from dcptool import dtypes
@@ -15,7 +17,7 @@ from dcptool.errors import DcptoolError, ItemError, MetadataError, UnsupportedEr
 from dcptool.findings import Finding, Severity
 from dcptool.formats import torch_items
 from dcptool.formats.torch_zip import TorchZip
-from dcptool.model import Chunk, Extent, Payload, Record
+from dcptool.model import Chunk, Examined, Extent, Payload, Record
 from dcptool.pickles import inert, plain
 from dcptool.pickles.standins import Global, Node, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
@@ -42,6 +44,23 @@ class TorchSaveSource:
 
     def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
         return torch_items.payload_of(self.views[entry.fqn], self._archive, item)
+
+    def examine(self, entry: Entry, chunk: Chunk | None, item: Extent) -> Examined:
+        is_tensor = chunk is not None and entry.fqn in self.views
+        payload = torch_items.payload_of(self.views[entry.fqn], self._archive, item) if is_tensor else None
+        return Examined(payload, self._records)
+
+    def edge_problem(self, item: Extent) -> str:
+        return ""  # all headers were read when it was opened
+
+    def over(self, storage: Storage) -> TorchSaveSource:
+        other = copy.copy(self)
+        other._storage = storage
+        return other
+
+    @cached_property
+    def _records(self) -> tuple[Record, ...]:
+        return self._archive.records(self._item)
 
     def value(self, entry: ObjectEntry) -> Any:
         return torch_items.decoded(self.values[entry.fqn], self._archive)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from dcptool.errors import ItemError, UnsupportedError
 from dcptool.fill import crc32
+from dcptool.model import Extent, Record
 
 Read = Callable[[int, int], bytes]
 """Return exactly nbytes bytes from a byte offset on."""
@@ -26,6 +27,7 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+_NAME_CODEC = ("utf-8", "surrogateescape")
 _AHEAD_NBYTES = 4096
 """The head of a zip holds data.pkl and the payload's local header, its tail the directory: a few hundred bytes."""
 _WHOLE_NBYTES = 64 << 10
@@ -36,6 +38,7 @@ class Member(NamedTuple):
 
     Attributes:
         name: without the archive's folder.
+        full_name: as stored.
         header_offset: where its local header is, counted from the zip's first byte.
         nbytes: its length.
         crc32: its checksum, None where the writer stored none.
@@ -43,6 +46,7 @@ class Member(NamedTuple):
     """
 
     name: str
+    full_name: str
     header_offset: int
     nbytes: int
     crc32: int | None
@@ -84,10 +88,12 @@ class TorchZip:
 
     def data_offset(self, member: Member) -> int:
         """Return where a member's bytes start, counted from the zip's first byte."""
-        if not member.plain:
-            raise UnsupportedError(f"record {member.name!r} of its zip is compressed, which torch.save never does")
         header = _LOCAL.unpack(self.read(member.header_offset, _LOCAL.size))
-        if header[0] != b"PK\x03\x04":
+        if not member.plain:
+            if not header[3]:
+                raise ItemError(f"the directory of its zip is damaged: it says record {member.name!r} is compressed")
+            raise UnsupportedError(f"record {member.name!r} of its zip is compressed, which torch.save never does")
+        if header[0] != b"PK\x03\x04" or header[3]:
             raise ItemError(f"its zip has no header for record {member.name!r} at byte {member.header_offset}")
         start: int = member.header_offset + _LOCAL.size + header[9] + header[10]
         if start + member.nbytes > self.nbytes:
@@ -119,6 +125,23 @@ class TorchZip:
             raise ItemError(f"bytes were changed since they were saved: record {name!r} has a wrong CRC32")
         return data
 
+    def records(self, item: Extent) -> tuple[Record, ...]:
+        """Return all members as records of `item`, after checking that each one's two headers agree.
+
+        Raises:
+            ItemError: they do not, or a member reaches beyond the zip or into another.
+        """
+        found = sorted((self.data_offset(member), member) for member in self.members.values())
+        end = 0
+        for start, member in found:
+            name = self.read(member.header_offset + _LOCAL.size, len(member.full_name.encode(*_NAME_CODEC)))
+            if name != member.full_name.encode(*_NAME_CODEC):
+                raise ItemError(f"its zip has another name in the header of record {member.name!r}")
+            if member.header_offset < end:
+                raise ItemError(f"record {member.name!r} of its zip lies over another")
+            end = start + member.nbytes
+        return tuple(Record(item, start, member.nbytes, member.name, member.crc32) for start, member in found)
+
     def require_little_endian(self) -> None:
         """Refuse payloads written on a big-endian machine."""
         if "byteorder" in self.members and self.content("byteorder", 16) != b"little":
@@ -136,11 +159,13 @@ class TorchZip:
             fields = _CENTRAL.unpack_from(data, position)
             flags, method, checksum, packed, size = fields[3], fields[4], *fields[7:10]
             name_end = position + _CENTRAL.size + fields[10]
-            name = data[position + _CENTRAL.size : name_end].decode("utf-8", "surrogateescape")
+            name = data[position + _CENTRAL.size : name_end].decode(*_NAME_CODEC)
             header = fields[16]
             if 0xFFFFFFFF in (packed, size, header):
                 size, packed, header = _zip64(data[name_end : name_end + fields[11]], size, packed, header)
-            plain = method == 0 and packed == size and not flags & 1
+            plain = method == 0 and not flags & 1
+            if plain and packed != size:
+                raise ItemError(f"the directory of its zip is damaged: {name!r} has two sizes")
             found.append((name, header, size, checksum, plain))
             position = name_end + fields[11] + fields[12]
         # With checksums switched off torch writes 0 for all; data.pkl is never empty, so its CRC is never 0.
@@ -153,7 +178,7 @@ class TorchZip:
             short = name.removeprefix(folder)
             if short in members:
                 raise ItemError(f"its zip has two records {short!r}")
-            members[short] = Member(short, header, size, checksum if checked else None, plain)
+            members[short] = Member(short, name, header, size, checksum if checked else None, plain)
         return members
 
     def _end(self) -> tuple[int, int, int]:
@@ -162,18 +187,36 @@ class TorchZip:
         position = tail.rfind(b"PK\x05\x06")
         if position < 0 or position + _END.size > len(tail):
             raise ItemError("it does not end like a zip; the file is cut short or overwritten")
-        *_, count, nbytes, offset, comment = _END.unpack_from(tail, position)
+        _, disk, first_disk, on_disk, count, nbytes, offset, comment = _END.unpack_from(tail, position)
         if position + _END.size + comment != len(tail):
             raise ItemError("bytes follow the end of its zip; the file is overwritten")
-        if 0xFFFF in (count,) or 0xFFFFFFFF in (nbytes, offset):
-            locator = tail[position - _LOCATOR64.size : position] if position >= _LOCATOR64.size else b""
-            if locator[:4] != b"PK\x06\x07":
-                raise ItemError("its zip should be zip64, but has no zip64 end")
-            end = self.read(_LOCATOR64.unpack(locator)[2], _END64.size)
-            if end[:4] != b"PK\x06\x06":
-                raise ItemError("its zip should be zip64, but has no zip64 end")
-            count, nbytes, offset = _END64.unpack(end)[7:10]
-        return count, offset, nbytes
+        found = (count, offset, nbytes)
+        if disk or first_disk or on_disk != count:
+            raise ItemError(_DAMAGED_END)
+        # torch writes the end of a zip64 too, whatever the size, and believes that one.
+        locator = tail[position - _LOCATOR64.size : position] if position >= _LOCATOR64.size else b""
+        if locator[:4] == b"PK\x06\x07":
+            return self._end64(locator, found)
+        if count == 0xFFFF or 0xFFFFFFFF in (nbytes, offset):
+            raise ItemError("its zip should be zip64, but has no zip64 end")
+        return found
+
+    def _end64(self, locator: bytes, found: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return what the end of a zip64 says, which must agree with the plain end as far as that can say it."""
+        _, disk, position, disks = _LOCATOR64.unpack(locator)
+        end = self.read(position, _END64.size)
+        signature, _, _, _, this_disk, first_disk, on_disk, count, nbytes, offset = _END64.unpack(end)
+        if signature != b"PK\x06\x06":
+            raise ItemError("its zip should be zip64, but has no zip64 end")
+        wide = (count, offset, nbytes)
+        limits = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
+        same = all(short in (full, limit) for short, full, limit in zip(found, wide, limits, strict=True))
+        if disk or disks > 1 or this_disk or first_disk or on_disk != count or not same:
+            raise ItemError(_DAMAGED_END)
+        return wide
+
+
+_DAMAGED_END = "the end record of its zip is damaged"
 
 
 def _zip64(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:

@@ -6,11 +6,12 @@ import os
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from dcptool.overview import StepSummary, Summary
+from dcptool.overview import Summary
 from dcptool.pickles import plain
 from dcptool.render.folding import Fold, fold
 from dcptool.render.text import MIN_NAME_WIDTH, column_width, nbytes, plural, shown, table, value
 from dcptool.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
+from dcptool.verdict import State, Verdict
 
 SCHEMA = 1
 MAX_SHOWN_PROBLEMS = 10
@@ -58,13 +59,13 @@ def _run_text(summary: Summary) -> str:
     for step in summary.steps:
         ranks = str(step.world_size) if step.world_size else "?"
         entries = f"{step.n_entries:,}" if step.n_entries is not None else "?"
-        rows.append([shown(step.name), step.state, ranks, entries, f"{step.n_files:,}", nbytes(step.nbytes)])
+        rows.append([shown(step.name), step.state.value, ranks, entries, f"{step.n_files:,}", nbytes(step.nbytes)])
     blocks = [
         f"{shown(summary.path)} is a run directory with {plural(len(rows), 'step')}",
         table(["step", "state", "ranks", "entries", "files", "bytes"], rows, right=(2, 3, 4, 5)),
-        "\n".join(f"{shown(step.name)}: {shown(step.problem)}" for step in summary.steps if step.problem),
+        "\n".join(f"{shown(step.name)}: {shown(step.reason)}" for step in summary.steps if step.reason),
     ]
-    complete = [step.name for step in summary.steps if step.state == "complete"]
+    complete = [step.name for step in summary.steps if step.state is State.COMPLETE]
     opening = [step.name for step in summary.steps if step.n_entries is not None]
     if complete:
         blocks.append(f"newest complete step: dcptool inspect {_quoted(os.path.join(summary.path, complete[-1]))}")
@@ -364,14 +365,14 @@ def _object_json(item: ObjectSummary) -> dict[str, Any]:
     }
 
 
-def _step_json(step: StepSummary) -> dict[str, Any]:
+def _step_json(step: Verdict) -> dict[str, Any]:
     return {
         "name": step.name,
-        "state": step.state,
+        "state": step.state.value,
         "world_size": step.world_size,
-        "n_checkpoints": step.n_checkpoints,
+        "n_checkpoints": len(step.parts),
         "n_entries": step.n_entries,
         "n_files": step.n_files,
         "nbytes": step.nbytes,
-        "problem": step.problem or None,
+        "problem": step.reason or None,
     }

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dcptool.errors import CheckpointNotFoundError, UnsupportedError
-from dcptool.storage.base import Entry, Storage, join, translated
+from dcptool.storage.base import Entry, Storage, is_temporary, join, translated, walk
 from dcptool.storage.local import LocalStorage
 from dcptool.storage.remote import FsspecStorage
+from dcptool.storage.union import UnionStorage
 
-__all__ = ["Entry", "FsspecStorage", "LocalStorage", "Location", "Storage", "join", "locate"]
+__all__ = ["Entry", "FsspecStorage", "LocalStorage", "Location", "Storage", "is_temporary", "join", "locate", "walk"]
 
 _URL_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
@@ -25,12 +27,18 @@ class Location(NamedTuple):
     storage: Storage
     file: str | None
 
+    @property
+    def path(self) -> str:
+        """The path or URL as a user would type it."""
+        return join(self.storage.root, self.file or "")
 
-def locate(path: str | os.PathLike[str]) -> Location:
+
+def locate(path: str | os.PathLike[str], also: Sequence[str | os.PathLike[str]] = ()) -> Location:
     """Find what a user's path points at.
 
     Args:
         path: a local path or any fsspec URL; `file://` URLs are local paths.
+        also: further folders whose files are taken as lying in the first, as node-local halves of one save.
 
     Returns:
         For a folder its storage; for a file the storage of its parent folder and the file's name.
@@ -40,6 +48,12 @@ def locate(path: str | os.PathLike[str]) -> Location:
         StorageError: it cannot be looked at.
         UnsupportedError: no library for that kind of URL is installed.
     """
+    if also:
+        locations = [locate(path), *map(locate, also)]
+        file = next((location.path for location in locations if location.file is not None), None)
+        if file is not None:
+            raise CheckpointNotFoundError(f"{file} is a file; folders are read together, not files")
+        return Location(UnionStorage(tuple(location.storage for location in locations)), None)
     text = os.fspath(path)
     if not text:
         raise CheckpointNotFoundError("the path is empty")

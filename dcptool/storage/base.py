@@ -53,6 +53,12 @@ class Storage(Protocol):
     def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
         """Return exactly `nbytes` bytes of a file; errors as in `read_into`. The caller bounds `nbytes`."""
 
+    def links(self) -> dict[str, str]:
+        """Return the symbolic links at the root, dangling ones too: name → what they say; none on object stores."""
+
+    def below(self, folder: str) -> Storage:
+        """Return the storage of a folder in this one, there or not."""
+
     def write(self, name: str, data: bytes) -> None:
         """Write a small file whole, replacing one of that name; nobody ever sees a part of it.
 
@@ -76,6 +82,41 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Give back open files; the storage can be used again afterwards."""
+
+
+MAX_WALK_DEPTH = 8
+
+
+def walk(storage: Storage) -> list[Entry]:
+    """List all files at and below the root; neither links to folders nor dcptool's own temporary files.
+
+    A folder that vanishes meanwhile is left out.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder.
+        StorageError: a folder cannot be listed.
+    """
+    files: list[Entry] = []
+    level = [""]
+    for _ in range(MAX_WALK_DEPTH):
+        deeper: list[str] = []
+        for folder in level:
+            try:
+                entries = storage.entries(folder)
+            except CheckpointNotFoundError:
+                if not folder:
+                    raise
+                continue
+            kept = [entry for entry in entries if not is_temporary(entry.name)]
+            files += [entry for entry in kept if not entry.is_dir]
+            deeper += [entry.name for entry in kept if entry.is_dir and not entry.is_link]
+        level = deeper
+    return files
+
+
+def is_temporary(name: str) -> bool:
+    """Tell whether a name is that of something dcptool is writing, or was when it was killed."""
+    return name.rpartition("/")[2].startswith(".dcptool-")
 
 
 def join(root: str, name: str) -> str:

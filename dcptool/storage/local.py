@@ -101,6 +101,13 @@ class LocalStorage:
                 nbytes -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def links(self) -> dict[str, str]:
+        with translated(self.root), os.scandir(self.root) as found:
+            return {item.name: os.readlink(item.path) for item in found if item.is_symlink()}
+
+    def below(self, folder: str) -> LocalStorage:
+        return LocalStorage(self._path(folder))
+
     def write(self, name: str, data: bytes) -> None:
         path = self._path(name)
         # Not a name like the step's: trainers' clean-up matches loosely.

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from dcptool.errors import CheckpointNotFoundError, StorageError
-from dcptool.storage.base import Entry, too_short, translated
+from dcptool.storage.base import Entry, join, too_short, translated
 
 
 class FsspecStorage:
@@ -63,6 +63,12 @@ class FsspecStorage:
 
     def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
         out[:] = self.read(name, byte_offset, len(out))
+
+    def links(self) -> dict[str, str]:
+        return {}
+
+    def below(self, folder: str) -> FsspecStorage:
+        return FsspecStorage(self._filesystem, join(self.root, folder), self._path(folder))
 
     def write(self, name: str, data: bytes) -> None:
         with translated(self._shown(name), StorageError):

@@ -6,19 +6,20 @@ from collections import OrderedDict
 from typing import Any
 
 from dcptool import dtypes
-from dcptool.checkpoint import ObjectEntry, TensorEntry
-from dcptool.errors import ItemError, UnsupportedError
+from dcptool.checkpoint import Entry, ObjectEntry, TensorEntry
+from dcptool.errors import ItemError, MetadataError, StorageError, UnsupportedError
 from dcptool.formats import torch_items
 from dcptool.formats.safetensors_header import Header, read_header
 from dcptool.formats.torch_zip import TorchZip
-from dcptool.model import Chunk, Extent, Payload, Record
+from dcptool.model import Chunk, Examined, Extent, Payload, Record
 from dcptool.pickles import inert
 from dcptool.regions import contiguous_strides, volume
 from dcptool.storage import Storage
 
 MAX_VALUE_NBYTES = 32 << 20
 """An object's item longer than this is not decoded for display."""
-_ZIP = b"PK\x03\x04"
+_ZIP, _ZIP_END, _ZIP_END_NBYTES, _ZSTD = b"PK\x03\x04", b"PK\x05\x06", 22, b"\x28\xb5\x2f\xfd"
+_OTHER_SAVE = "the file is of another save, or overwritten"
 _START_NBYTES = 64
 _DECODED_NBYTES = 64 << 20
 """A compressed item may always have this many bytes once it is not, and so many are kept."""
@@ -42,6 +43,41 @@ class DcpSource:
         if not item.transforms and self._in_blob(item):
             return self._safetensors_payload(entry, chunk, item)
         raise ItemError(_no_zip(start))
+
+    def examine(self, entry: Entry, chunk: Chunk | None, item: Extent) -> Examined:
+        expected = MAX_VALUE_NBYTES
+        if chunk is not None and isinstance(entry, TensorEntry):
+            expected = volume(chunk.sizes) * dtypes.lookup(entry.dtype).itemsize
+        nbytes = self._nbytes(item, expected)
+        start = self._read(item, 0, min(nbytes, _START_NBYTES))
+        if start.startswith(_ZIP):
+            archive = TorchZip(lambda at, n: self._read(item, at, n), nbytes)
+            return torch_items.examine(archive, item, chunk is not None)
+        if chunk is None or not isinstance(entry, TensorEntry):
+            raise ItemError(_no_zip(start))
+        payload = self.payload(entry, chunk, item)
+        return Examined(payload, (payload.record,))
+
+    def edge_problem(self, item: Extent) -> str:
+        start = self._storage.read(item.file, item.byte_offset, min(4, item.nbytes))
+        if item.transforms:
+            is_zstd = item.transforms[-1].partition("/")[0] == "stream.zstd"
+            return "it does not begin like a zstd frame; " + _OTHER_SAVE if is_zstd and start != _ZSTD else ""
+        if start != _ZIP:
+            try:
+                if self._in_blob(item):
+                    self._blob_header(item)
+                    return ""
+            except (MetadataError, StorageError) as error:
+                return f"the safetensors blob of this file is damaged or cut short: {error}"
+            return "no item is where the metadata says; " + _OTHER_SAVE
+        end = item.byte_offset + item.nbytes - _ZIP_END_NBYTES
+        if item.nbytes < _ZIP_END_NBYTES or self._storage.read(item.file, end, 4) != _ZIP_END:
+            return "the item does not end where the metadata says; " + _OTHER_SAVE
+        return ""
+
+    def over(self, storage: Storage) -> DcpSource:
+        return DcpSource(storage)
 
     def value(self, entry: ObjectEntry) -> Any:
         item = entry.item
@@ -95,16 +131,21 @@ class DcpSource:
         size = self._storage.size(item.file) or 0
         return size >= item.byte_offset + 9 and self._storage.read(item.file, item.byte_offset + 8, 1) == b"{"
 
-    def _safetensors_payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
-        """Find a tensor in the safetensors blob that SAFETENSORS serialization writes at the end of a file.
-
-        All tensors of a file share one byte_offset; the blob's own header says where each is.
-        """
+    def _blob_header(self, item: Extent) -> tuple[Extent, Header]:
+        """Return the safetensors blob that begins at an item's place, and its header."""
         blob = Extent(item.file, item.byte_offset, (self._storage.size(item.file) or 0) - item.byte_offset)
         header = self._headers.get(blob[:2])
         if header is None:
             header = read_header(lambda at, n: self._storage.read(blob.file, blob.byte_offset + at, n), blob.nbytes)
             self._headers[blob[:2]] = header
+        return blob, header
+
+    def _safetensors_payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
+        """Find a tensor in the safetensors blob that SAFETENSORS serialization writes at the end of a file.
+
+        All tensors of a file share one byte_offset; the blob's own header says where each is.
+        """
+        blob, header = self._blob_header(item)
         found = header.tensors.get(entry.fqn)
         if found is None:
             raise ItemError("it is neither a torch.save zip nor in the safetensors blob of this file")

@@ -49,6 +49,7 @@ class Records:
         items: fqn → places of its chunks, or of the object.
         paths: fqn → nested position; None where the saver did not flatten.
         extra: further attributes, as stand-ins.
+        save_id: torch's identifier of the save; None before torch 2.3, which has none.
         evidence: what the records tell about their writer.
         problems: records that make no sense, with what was done about them.
     """
@@ -60,6 +61,7 @@ class Records:
         self.items: dict[str, list[ItemRow]] = defaultdict(list)
         self.paths: dict[str, tuple[str | int, ...]] | None = None
         self.extra: dict[str, Any] = {}
+        self.save_id: str | None = None
         self.evidence: list[str] = []
         self.problems: list[Finding] = []
 
@@ -106,6 +108,8 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
     _add_paths(records, fields.get("planner_data"))
     records.extra = {str(name): value for name, value in fields.items() if name not in _KNOWN}
     storage_meta = _fields(fields.get("storage_meta"), "StorageMeta")
+    save_id = storage_meta.get("save_id")
+    records.save_id = save_id if isinstance(save_id, str) else None
     saved_to = storage_meta.get("checkpoint_id")
     if isinstance(saved_to, Node) and not all(isinstance(part, str) for part in saved_to.args):
         records.problem("bad-storage-meta", "the path this was saved to is damaged in storage_meta")

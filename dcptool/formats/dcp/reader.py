@@ -82,6 +82,7 @@ def open_dcp(storage: Storage, files: Mapping[str, int]) -> Checkpoint:
         source,
         tuple(problems),
         extra,
+        next(iter(parts.values())).save_id,
     )
 
 

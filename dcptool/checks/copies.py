@@ -1,0 +1,84 @@
+"""Where a part of a tensor is stored twice: do the two copies hold the same values?
+
+Replicas come from ranks that each kept their own metadata; overlaps from chunks that share elements. Which one a
+loader takes is not defined, so that only equal ones are harmless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dcptool.checkpoint import Checkpoint, TensorEntry
+from dcptool.cover import Overlap
+from dcptool.errors import DcptoolError
+from dcptool.fill import fill, numpy_empty
+from dcptool.findings import Finding, Severity
+from dcptool.model import Chunk, Ints
+from dcptool.regions import Box, volume
+
+BAND_ELEMENTS = 1 << 20
+"""Elements of each copy in memory at once."""
+
+
+def replica_problems(checkpoint: Checkpoint) -> list[Finding]:
+    """Compare every replica with the chunk it repeats, bit by bit; differences are warnings."""
+    problems = []
+    for fqn, entry in checkpoint.tensors.items():
+        kept = {(chunk.offsets, chunk.sizes): chunk for chunk in entry.chunks} if entry.replicas else {}
+        for replica in entry.replicas:
+            first = kept.get((replica.offsets, replica.sizes))
+            if not first or not first.item or not replica.item:
+                continue
+            try:
+                same = equal(checkpoint, entry, first, replica, (replica.offsets, replica.sizes))
+            except DcptoolError:  # the items' own checks say why
+                continue
+            if not same:
+                message = f"{fqn!r} differs between {first.item.file} and {replica.item.file}; the first is read"
+                step = "Each rank saved its own value under this name; a resume takes one of them."
+                where = (replica.item.file, fqn, replica.offsets, replica.sizes)
+                problems.append(Finding("replicas-differ", Severity.WARNING, message, *where, next_step=step))
+    return problems
+
+
+def overlap_verdict(checkpoint: Checkpoint, entry: TensorEntry, overlaps: Iterable[Overlap]) -> str:
+    """Return what comparing the shared elements of overlapping chunks shows: "equal", "different" or "unknown"."""
+    for overlap in overlaps:
+        first, second = entry.chunks[overlap.first], entry.chunks[overlap.second]
+        try:
+            if not equal(checkpoint, entry, first, second, (overlap.offsets, overlap.sizes)):
+                return "different"
+        except DcptoolError:
+            return "unknown"
+    return "equal"
+
+
+def equal(checkpoint: Checkpoint, entry: TensorEntry, first: Chunk, second: Chunk, box: Box) -> bool:
+    """Tell whether two chunks hold the same bits in a box of the tensor that lies in both.
+
+    Raises:
+        DcptoolError: one of them cannot be read.
+    """
+    payloads = [(chunk, checkpoint.payload(entry, chunk)) for chunk in (first, second)]
+    for offsets, sizes in _bands(*box):
+        copies = []
+        for chunk, payload in payloads:
+            out = numpy_empty(sizes, entry.dtype)
+            start = tuple(a - b for a, b in zip(offsets, chunk.offsets, strict=True))
+            fill(payload, checkpoint.source.read_into, start, out)
+            copies.append(out.tobytes())
+        if copies[0] != copies[1]:
+            return False
+    return True
+
+
+def _bands(offsets: Ints, sizes: Ints) -> Iterable[Box]:
+    """Cut a box into boxes of at most BAND_ELEMENTS elements, halving its longest dimension."""
+    if volume(sizes) <= BAND_ELEMENTS:
+        yield offsets, sizes
+        return
+    dim = max(range(len(sizes)), key=lambda dim: sizes[dim])
+    half = sizes[dim] // 2
+    yield from _bands(offsets, (*sizes[:dim], half, *sizes[dim + 1 :]))
+    later = (*offsets[:dim], offsets[dim] + half, *offsets[dim + 1 :])
+    yield from _bands(later, (*sizes[:dim], sizes[dim] - half, *sizes[dim + 1 :]))

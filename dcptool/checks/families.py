@@ -1,0 +1,57 @@
+"""Entries that come in families, of which one is missing: per-rank objects, Megatron's `shard_i_n`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from dcptool.checkpoint import Checkpoint
+from dcptool.findings import Finding, Severity
+
+PER_RANK = re.compile(r"((?:^|[._/])(?:dp_?|local_|global_)?rank[._]?)(\d+)(?=$|[._/])")
+_SHARD = re.compile(r"/shard_(\d+)_(\d+)$")
+
+
+def family_problems(checkpoint: Checkpoint) -> list[Finding]:
+    """Return families of entries that have gaps."""
+    return [*_rank_gaps(checkpoint), *_shard_gaps(checkpoint)]
+
+
+def per_rank_families(names: Iterable[str]) -> dict[str, set[int]]:
+    """Return the names that hold a rank's number: the name with an N in its place → the numbers there are."""
+    families: dict[str, set[int]] = {}
+    for name in names:
+        match = PER_RANK.search(name)
+        if match:
+            pattern = f"{name[: match.start(2)]}N{name[match.end(2) :]}"
+            families.setdefault(pattern, set()).add(int(match[2]))
+    return families
+
+
+def _rank_gaps(checkpoint: Checkpoint) -> list[Finding]:
+    problems = []
+    for pattern, ranks in per_rank_families(checkpoint).items():
+        if 1 < len(ranks) <= max(ranks):
+            first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
+            message = (
+                f"{pattern!r} is there for {len(ranks):,} ranks, the last {max(ranks):,}, but not for rank {first}"
+            )
+            step = "A resume of that rank starts with fresh state of this kind."
+            problems.append(Finding("family-gap", Severity.WARNING, message, fqn=pattern, next_step=step))
+    return problems
+
+
+def _shard_gaps(checkpoint: Checkpoint) -> list[Finding]:
+    """Megatron stores an object of n parts as entries `<fqn>/shard_<i>_<n>`, i from 0."""
+    families: dict[tuple[str, int], set[int]] = {}
+    for name in checkpoint:
+        match = _SHARD.search(name)
+        if match:
+            families.setdefault((name[: match.start()], int(match[2])), set()).add(int(match[1]))
+    problems = []
+    for (name, count), parts in families.items():
+        if len(parts) < count and count < 1 << 20:
+            first = next(part for part in range(count) if part not in parts)
+            message = f"{name!r} has {len(parts):,} of its {count:,} shards; shard_{first}_{count} is missing"
+            problems.append(Finding("shard-gap", Severity.ERROR, message, fqn=name))
+    return problems

@@ -1,0 +1,146 @@
+"""What a listing of a checkpoint's folder shows: files missing, cut short, left over, or of two ages.
+
+Reads nothing but the first bytes of files that look wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+from dcptool.checkpoint import Checkpoint
+from dcptool.chunks import FileUse
+from dcptool.errors import DcptoolError
+from dcptool.findings import Finding, Severity
+from dcptool.formats.dcp.reader import data_file_rank
+
+LFS_START = b"version https://git-lfs"
+APART_SECONDS = 60.0
+"""Files written further apart than this may be of two saves; a listing alone proves nothing."""
+MAX_PEEKED = 64
+_GET_FILES = "Copy the files of all nodes here (or name their folders with --also), or resume from another step."
+
+
+def file_problems(checkpoint: Checkpoint) -> list[Finding]:
+    """Return what a listing shows: referenced files that are missing or shorter than the metadata says, leftovers."""
+    usage = checkpoint.usage
+    total = sum(use.nbytes for use in usage.values()) or 1
+    missing: list[str] = []
+    problems = []
+    for name, use in sorted(usage.items()):
+        nbytes = checkpoint.files.get(name)
+        if nbytes is None and "/" in name:
+            nbytes = checkpoint.storage.size(name)
+        if nbytes is None:
+            missing.append(name)
+        elif nbytes < use.end or _is_lfs_pointer(checkpoint, name, nbytes):
+            problems.append(_short(checkpoint, name, nbytes, use, total))
+    if missing:
+        problems.insert(0, _missing(checkpoint, missing, total))
+    return problems + _leftovers(checkpoint, usage)
+
+
+def _short(checkpoint: Checkpoint, name: str, nbytes: int, use: FileUse, total: int) -> Finding:
+    span = (nbytes, use.end)
+    if _is_lfs_pointer(checkpoint, name, nbytes):
+        message = f"{name} is a Git LFS pointer, not the file itself"
+        return Finding(
+            "lfs-pointer", Severity.ERROR, message, name, byte_range=span, next_step="Run git lfs pull there."
+        )
+    held = _lost([use], total)
+    message = f"{name} is cut short: {nbytes:,} bytes of at least {use.end:,}; it should hold {held}"
+    if not nbytes:
+        message = f"{name} is empty; it should hold {held}"
+    return Finding("short-file", Severity.ERROR, message, name, byte_range=span, next_step=_GET_FILES)
+
+
+def _is_lfs_pointer(checkpoint: Checkpoint, name: str, nbytes: int) -> bool:
+    return 0 < nbytes < 1024 and _starts(checkpoint, name, nbytes).startswith(LFS_START)
+
+
+def _missing(checkpoint: Checkpoint, missing: Sequence[str], total: int) -> Finding:
+    usage = checkpoint.usage
+    ranks = {rank for name in missing if (rank := data_file_rank(name)) is not None}
+    whose = f" (rank{'s' * (len(ranks) > 1)} {ranges(ranks)})" if ranks else ""
+    names = missing[0] if len(missing) == 1 else f"{len(missing):,} of {len(usage):,} files"
+    verb = "is missing: it held" if len(missing) == 1 else "are missing: they held"
+    lost = _lost([usage[name] for name in missing], total)
+    n_tensors = _n_affected(checkpoint, set(missing))
+    message = f"{names}{whose} {verb} {lost} of {n_tensors:,} tensor{'s' * (n_tensors != 1)}"
+    if len(missing) > 1:
+        message += f"; the first is {missing[0]}"
+    return Finding("missing-file", Severity.ERROR, message, missing[0], next_step=_GET_FILES)
+
+
+def _n_affected(checkpoint: Checkpoint, files: set[str]) -> int:
+    """Return how many tensors have a chunk in one of these files."""
+    return sum(not files.isdisjoint(entry.chunks.files()) for entry in checkpoint.tensors.values())
+
+
+def _lost(uses: Sequence[FileUse], total: int) -> str:
+    items, nbytes = sum(use.items for use in uses), sum(use.nbytes for use in uses)
+    return f"{nbytes / total:.0%} of the bytes, {items:,} item{'s' * (items != 1)}"
+
+
+def _leftovers(checkpoint: Checkpoint, usage: Mapping[str, FileUse]) -> list[Finding]:
+    """Note data files with content that the metadata does not name; empty ones are those of idle ranks."""
+    left = sorted(
+        name
+        for name, nbytes in checkpoint.files.items()
+        if nbytes and name not in usage and data_file_rank(name) is not None
+    )
+    if not left:
+        return []
+    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+    nbytes = sum(checkpoint.files[name] for name in left)
+    whole = all(_starts(checkpoint, name, checkpoint.files[name]).startswith(b"PK") for name in left[:MAX_PEEKED])
+    holds = "hold items of" if whole else "are left by"
+    message = f"{left[0]}{more} ({nbytes:,} bytes) are not named by the metadata: they {holds} an older or wider save"
+    return [Finding("leftover-files", Severity.NOTE, message, left[0])]
+
+
+def _starts(checkpoint: Checkpoint, name: str, nbytes: int) -> bytes:
+    try:
+        return checkpoint.storage.read(name, 0, min(nbytes, 64))
+    except DcptoolError:
+        return b""
+
+
+def mixed_times(checkpoint: Checkpoint, written: Mapping[str, float], metadata: Sequence[str]) -> list[Finding]:
+    """Note that files fall into two groups in time, as after a crash in the middle of an overwrite.
+
+    Args:
+        checkpoint: an open checkpoint.
+        written: file name → when it was last written, in seconds since the epoch.
+        metadata: names of the metadata files.
+    """
+    data = sorted((written[name], name) for name in checkpoint.usage if name in written)
+    saved = max((written[name] for name in metadata if name in written), default=None)
+    if saved is None or len(data) < 2:
+        return []
+    gaps = [(later[0] - earlier[0], at) for at, (earlier, later) in enumerate(itertools.pairwise(data), 1)]
+    gap, split = max(gaps)
+    before, after = data[:split], data[split:]
+    spread = max(before[-1][0] - before[0][0], after[-1][0] - after[0][0])
+    if gap <= APART_SECONDS or gap < 3 * spread:
+        return []
+    newer = after if after[0][0] > saved + APART_SECONDS else []
+    few, words = (newer, "after") if newer else (before, "before")
+    others = f" and {len(few) - 1:,} more of {len(data):,} data files" if len(few) > 1 else ""
+    message = f"{few[0][1]}{others} written {gap:,.0f} s {words} the others"
+    message += " and after the metadata" if newer else ""
+    return [Finding("mixed-times", Severity.NOTE, f"{message}: maybe parts of two saves", few[0][1], next_step=_PROVE)]
+
+
+_PROVE = "File times prove nothing by themselves (a copy changes them); only a marker with checksums does."
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as ranges: `0–3, 7`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("–".join(map(str, run)) for run in runs)

@@ -1,0 +1,202 @@
+"""Look into items: does each hold what the metadata says (level `records`), and are its bytes unchanged (`deep`)?
+
+Files are read front to back, small items together, by several threads. Knows no format: a source examines an item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from dcptool.checkpoint import Checkpoint, TensorEntry, require_box
+from dcptool.checks.extents import Placed, Placement, name_of
+from dcptool.errors import DcptoolError, ItemError, StorageError, UnsupportedError
+from dcptool.fill import crc32
+from dcptool.findings import Finding, Severity
+from dcptool.model import Record
+from dcptool.storage.window import Window
+
+WINDOW_NBYTES = 4 << 20
+"""Bytes read at once."""
+HEADERS_NBYTES = 64 << 10
+"""Where only headers are wanted, items up to this length are read together."""
+JOB_NBYTES = 64 << 20
+"""A thread takes so many bytes of a file at a time."""
+MAX_PER_FILE = 1_000
+"""Findings of one file that are told one by one."""
+
+Progress = Callable[[int], None]
+"""Told how many more bytes were read."""
+
+
+class Tally(NamedTuple):
+    """What was looked at: items, those whose writer stored no checksum, and bytes read."""
+
+    n_items: int = 0
+    n_unverifiable: int = 0
+    unverifiable_nbytes: int = 0
+    nbytes: int = 0
+
+    def plus(self, other: Tally) -> Tally:
+        return Tally(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+class Job(NamedTuple):
+    """Items of one file, by index from `first` up to, but not including, `last`; byte `nbytes` is the file's end."""
+
+    file: str
+    nbytes: int
+    first: int
+    last: int
+
+
+def item_problems(
+    checkpoint: Checkpoint, placement: Placement, deep: bool, threads: int, progress: Progress | None = None
+) -> tuple[list[Finding], Tally]:
+    """Examine every item; with `deep` read every byte of it and check every checksum.
+
+    Args:
+        checkpoint: an open checkpoint.
+        placement: its items by file.
+        deep: whether bytes are read, not only headers.
+        threads: how many read at the same time.
+        progress: told the bytes as they are read.
+
+    Returns:
+        What is wrong, in the order of files and bytes, and what was looked at.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    jobs = list(_jobs(checkpoint, placement))
+
+    def run(job: Job) -> tuple[list[Finding], Tally]:
+        return _Scan(checkpoint, placement, deep, progress).run(job)
+
+    with ThreadPoolExecutor(threads) as pool:
+        done = list(pool.map(run, jobs))
+    problems: list[Finding] = []
+    tally = Tally()
+    told: dict[str, int] = {}
+    for job, (found, looked) in zip(jobs, done, strict=True):
+        tally = tally.plus(looked)
+        room = MAX_PER_FILE - told.get(job.file, 0)
+        problems += found[: max(room, 0)]
+        told[job.file] = told.get(job.file, 0) + len(found)
+    for file, count in told.items():
+        if count > MAX_PER_FILE:
+            message = f"{count - MAX_PER_FILE:,} more items of {file} are damaged"
+            problems.append(Finding("damaged-item", Severity.ERROR, message, file))
+    return problems, tally
+
+
+def _jobs(checkpoint: Checkpoint, placement: Placement) -> Iterator[Job]:
+    for file in sorted(placement.files):
+        nbytes = checkpoint.files.get(file)
+        if nbytes is None:
+            nbytes = checkpoint.storage.size(file)
+        if nbytes is None:  # missing, which is said elsewhere
+            continue
+        starts, _ = placement.spans(file)
+        first = 0
+        for index, start in enumerate(starts):
+            if start - starts[first] >= JOB_NBYTES:
+                yield Job(file, nbytes, first, index)
+                first = index
+        yield Job(file, nbytes, first, len(starts))
+
+
+class _Scan:
+    """One thread's way through one job."""
+
+    def __init__(self, checkpoint: Checkpoint, placement: Placement, deep: bool, progress: Progress | None) -> None:
+        self._checkpoint, self._placement, self._deep = checkpoint, placement, deep
+        self._window = Window(checkpoint.storage)
+        self._source = checkpoint.source.over(self._window)
+        self._progress = progress or (lambda nbytes: None)
+        self._together = WINDOW_NBYTES if deep else HEADERS_NBYTES
+        self._buffer = memoryview(bytearray(WINDOW_NBYTES)) if deep else memoryview(b"")
+        self._seen: set[tuple[int, int, int]] = set()
+        self.problems: list[Finding] = []
+        self.tally = Tally()
+
+    def run(self, job: Job) -> tuple[list[Finding], Tally]:
+        starts, ends = (column[job.first : job.last] for column in self._placement.spans(job.file))
+        there = [index for index, end in enumerate(ends) if end <= job.nbytes]  # others are cut off, said elsewhere
+        position = 0
+        while position < len(there):
+            index = there[position]
+            last = position + 1
+            while last < len(there) and ends[there[last]] - starts[index] <= self._together:
+                last += 1
+            if ends[index] - starts[index] <= self._together:
+                end = max(ends[there[at]] for at in range(position, last))
+                with suppress(DcptoolError):  # its items will say so, each by itself
+                    self._window.load(job.file, starts[index], end)
+            for at in there[position:last]:
+                placed = self._placement.item(job.file, job.first + at)
+                self.tally = self.tally.plus(Tally(1))
+                with self._telling(placed):
+                    self._look_at(placed)
+            position = last
+        return self.problems, self.tally
+
+    def _look_at(self, placed: Placed) -> None:
+        entry, chunk = placed.entry, placed.chunk
+        payload, records = self._source.examine(entry, chunk, placed.item)
+        if all(record.crc32 is None for record in records if record.nbytes):
+            self.tally = self.tally.plus(Tally(0, 1, sum(record.nbytes for record in records)))
+        if self._deep:
+            for record in records:
+                self._read(placed, record)
+        if payload and chunk and isinstance(entry, TensorEntry):
+            try:
+                require_box(payload, entry, chunk)
+            except ItemError as error:
+                self._add("wrong-item", Severity.ERROR, placed, str(error), _TWO_SAVES)
+
+    def _read(self, placed: Placed, record: Record) -> None:
+        """Read a record once and check its CRC32."""
+        key = (record.item.byte_offset, record.byte_offset, record.nbytes)
+        if key in self._seen:  # tensors of a `.pt` share storages
+            return
+        if self._checkpoint.format != "dcp":
+            self._seen.add(key)
+        value = 0
+        for start in range(0, record.nbytes, WINDOW_NBYTES):
+            piece = self._buffer[: min(WINDOW_NBYTES, record.nbytes - start)]
+            self._source.read_into(record, start, piece)
+            value = crc32(piece, value)
+            self.tally = self.tally.plus(Tally(nbytes=len(piece)))
+            self._progress(len(piece))
+        if record.crc32 is not None and value != record.crc32:
+            message = f"record {record.name} has CRC32 {value:08x}, stored is {record.crc32:08x}: bytes were changed"
+            self._add("wrong-crc", Severity.ERROR, placed, message)
+
+    @contextmanager
+    def _telling(self, placed: Placed) -> Iterator[None]:
+        """Make a finding of what is raised about an item."""
+        try:
+            yield
+        except UnsupportedError as error:
+            self._add("unsupported-item", Severity.WARNING, placed, str(error))
+        except StorageError as error:
+            self._add("unreadable", Severity.ERROR, placed, str(error))
+        except DcptoolError as error:
+            self._add("damaged-item", Severity.ERROR, placed, str(error))
+
+    def _add(self, kind: str, severity: Severity, placed: Placed, message: str, step: str = "") -> None:
+        item, chunk = placed.item, placed.chunk
+        span = (item.byte_offset, item.byte_offset + item.nbytes)
+        where = f"{item.file}, bytes {span[0]:,}–{span[1]:,}: {name_of(placed)}: "
+        offsets, sizes = (chunk.offsets, chunk.sizes) if chunk else (None, None)
+        text = where + message.partition("\n")[0].removeprefix(f"{item.file}: ")
+        self.problems.append(
+            Finding(kind, severity, text, item.file, placed.entry.fqn, offsets, sizes, span, step or _AGAIN)
+        )
+
+
+_TWO_SAVES = (
+    "Or torch itself named uneven shards of FSDP × TP wrongly (rows not divisible by tp); it cannot load them either."
+)
+_AGAIN = "Copy this file again from where it was saved, or resume from another step."

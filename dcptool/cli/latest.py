@@ -1,0 +1,41 @@
+"""`dcptool latest`."""
+
+from __future__ import annotations
+
+import click
+
+from dcptool.cli import options
+
+
+@click.command(epilog='Example: torchrun train.py --resume "$(dcptool latest ckpt)"')
+@click.argument("run_dir", type=click.Path())
+@click.option("--deep", is_flag=True, help="Read every byte of the candidates and check every checksum.")
+@options.require_marker
+@options.require_parts
+@options.marker
+@options.output
+def latest(
+    run_dir: str, deep: bool, require_marker: bool, require: str, marker: str, as_json: bool, quiet: bool
+) -> int:
+    """Print the path of the newest complete checkpoint of a run.
+
+    Steps are looked at newest first, by what is in them, whatever pointer files say. Why newer ones were passed over
+    goes to stderr.
+
+    Exits 1 if no step is complete.
+    """
+    from dcptool.checks import Level
+    from dcptool.newest import find_latest
+    from dcptool.render.verify import latest_json, latest_lines
+    from dcptool.verdict import Rules
+
+    level = Level.DEEP if deep else Level.METADATA
+    found = find_latest(run_dir, Rules(level, marker, require_marker, options.parts_of(require)))
+    if not quiet:
+        for line in latest_lines(found):
+            click.echo(line, err=True)
+        if as_json:
+            options.print_json(latest_json(found))
+        elif found.path:
+            click.echo(found.path)
+    return 0 if found.path else 1

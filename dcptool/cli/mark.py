@@ -1,0 +1,36 @@
+"""`dcptool mark`."""
+
+from __future__ import annotations
+
+import click
+
+from dcptool.cli import options
+
+
+@click.command(epilog="Example: dcptool mark ckpt/step_500")
+@click.argument("path", metavar="CKPT", type=click.Path())
+@click.option("--checksums", is_flag=True, help="Also keep the SHA-256 of every file; reads every byte.")
+@options.marker
+@options.threads
+@options.output
+def mark(path: str, checksums: bool, marker: str, threads: int | None, as_json: bool, quiet: bool) -> int:
+    """Check a checkpoint and write the marker that says it is complete.
+
+    The check is that of `verify --records`, with --checksums that of `verify --deep`. What does not pass is not marked
+    (exit 3).
+    """
+    from dcptool.cli.progress import bar
+    from dcptool.marking import mark_complete
+    from dcptool.render.text import nbytes, plural, shown
+
+    with bar(quiet) as progress:
+        marked = mark_complete(path, checksums=checksums, marker=marker, threads=threads, progress=progress)
+    if as_json and not quiet:
+        import json
+
+        options.print_json({"path": marked.path, **json.loads(marked.marker.document())})
+    elif not quiet:
+        files = marked.marker.files
+        what = f"{plural(len(files), 'file')}, {nbytes(sum(files.values()))}"
+        click.echo(f"marked {shown(marked.verdict.path)}: {shown(marked.path)} vouches for {what}")
+    return 0

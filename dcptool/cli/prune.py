@@ -1,0 +1,79 @@
+"""`dcptool prune`."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from dcptool.cli import options
+
+
+@click.command(epilog="Example: dcptool prune ckpt --keep 3 --archive-every 1000 --dry-run")
+@click.argument("run_dir", type=click.Path())
+@click.option("--keep", type=click.IntRange(1), required=True, help="How many of the newest complete steps to keep.")
+@click.option("--archive-every", type=click.IntRange(1), metavar="STEPS", help="Keep every multiple of this too.")
+@click.option("--include-incomplete", is_flag=True, help="Delete incomplete, damaged and unmarked steps too …")
+@click.option("--older-than", type=options.Duration(), help="… that were last written so long ago.")
+@options.require_parts
+@options.require_marker
+@options.marker
+@click.option("--dry-run", is_flag=True, help="Only show the plan.")
+@click.option("--yes", is_flag=True, help="Delete without asking.")
+@options.output
+def prune(
+    run_dir: str,
+    keep: int,
+    archive_every: int | None,
+    include_incomplete: bool,
+    older_than: float | None,
+    require: str,
+    require_marker: bool,
+    marker: str,
+    dry_run: bool,
+    yes: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Delete old checkpoints of a run.
+
+    Only complete steps count toward --keep. Never deleted are the newest complete step, what a pointer names, and what
+    is being written. Shows the plan and asks; off a terminal --dry-run or --yes is needed.
+
+    Exits 1 if something was not deleted after all.
+    """
+    import time
+
+    from dcptool.render.verify import deleted_lines, plan_json, plan_text
+    from dcptool.retention import delete_steps, make_plan
+    from dcptool.verdict import Rules
+
+    if include_incomplete != (older_than is not None):
+        raise click.UsageError("--include-incomplete and --older-than go together: say how old they must be")
+    if dry_run and yes:
+        raise click.UsageError("--dry-run and --yes contradict each other")
+    ask = not dry_run and not yes
+    if ask and (quiet or as_json or not sys.stdin.isatty()):
+        raise click.UsageError("nobody can be asked here: add --dry-run to see the plan or --yes to delete")
+    rules = Rules(marker=marker, require_marker=require_marker, require=options.parts_of(require))
+    plan = make_plan(
+        run_dir,
+        keep,
+        rules,
+        archive_every=archive_every,
+        include_incomplete=include_incomplete,
+        older_than=older_than or 0.0,
+        now=time.time(),
+    )
+    if not quiet and not as_json:
+        click.echo(plan_text(plan))
+    deleted = None
+    if plan.removed and (yes or (ask and click.confirm(f"delete {len(plan.removed)} of {len(plan.decisions)} steps?"))):
+        deleted = delete_steps(plan, rules)
+    if as_json and not quiet:
+        options.print_json(plan_json(plan, deleted))
+    elif not quiet and deleted:
+        click.echo("\n".join(["", *deleted_lines(deleted)]))
+    elif not quiet and not plan.removed:
+        click.echo("\nnothing to delete")
+    return 1 if deleted and deleted.refused else 0

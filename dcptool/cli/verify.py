@@ -1,0 +1,82 @@
+"""`dcptool verify`."""
+
+from __future__ import annotations
+
+import click
+
+from dcptool.cli import options
+
+
+@click.command(epilog="Example: dcptool verify --deep ckpt/step_500")
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
+@click.option("--records", is_flag=True, help="Also look into the headers of every stored item.")
+@click.option("--deep", is_flag=True, help="Also read every byte and check every checksum.")
+@click.option(
+    "--load", is_flag=True, help="Also load everything with the installed torch: the check before an upgrade."
+)
+@click.option("--trust", is_flag=True, help="With --load: load objects too, which executes their pickles.")
+@options.require_marker
+@options.marker
+@click.option(
+    "--grace",
+    type=options.Duration(),
+    default="1h",
+    show_default=True,
+    help="A folder without metadata that was written to this lately counts as being saved.",
+)
+@click.option(
+    "--also",
+    multiple=True,
+    metavar="DIR",
+    type=click.Path(),
+    help="A folder with further files of the same save, such as another node's disk. Repeatable.",
+)
+@options.threads
+@options.output
+def verify(
+    paths: tuple[str, ...],
+    records: bool,
+    deep: bool,
+    load: bool,
+    trust: bool,
+    require_marker: bool,
+    marker: str,
+    grace: float,
+    also: tuple[str, ...],
+    threads: int | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Tell whether checkpoints are whole and undamaged.
+
+    PATH is a checkpoint, or a run directory (a row per step, then details). Without options this reads the metadata
+    and the sizes of files: seconds, whatever the size.
+
+    Exits 1 unless every checkpoint is complete; in a run directory a step may be in progress.
+    """
+    import shutil
+
+    from dcptool.checks import Level
+    from dcptool.cli.progress import bar
+    from dcptool.render.verify import verify_json, verify_text
+    from dcptool.verdict import Rules
+    from dcptool.verification import verify as verify_path
+
+    if trust and not load:
+        raise click.UsageError("--trust only means something with --load")
+    if load and also:
+        raise click.UsageError("--load needs all files in one folder; --also only reads them as if they were")
+    level = Level.DEEP if deep else Level.RECORDS if records else Level.METADATA
+    rules = Rules(level, marker, require_marker, (), grace, also, threads)
+    reports = []
+    for path in paths:
+        with bar(quiet) as progress:
+            reports.append(verify_path(path, rules, progress, load=load, trust=trust))
+        if not quiet and not as_json:
+            click.echo(
+                ("\n" if len(reports) > 1 else "") + verify_text(reports[-1], shutil.get_terminal_size().columns)
+            )
+    if as_json and not quiet:
+        documents = [verify_json(report) for report in reports]
+        options.print_json(documents[0] if len(documents) == 1 else {"schema": 1, "reports": documents})
+    return 0 if all(report.good for report in reports) else 1

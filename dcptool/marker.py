@@ -1,0 +1,145 @@
+"""The file that says a checkpoint is whole: written last, removed first.
+
+dcptool's own is `_COMPLETE`, a JSON document with the names and sizes of all files and the SHA-256 of the metadata, so
+that it can be told when it speaks of another save than the one beside it. Other software leaves files whose being there
+is all they say. Not a dotfile, since `cp ckpt/* …` loses those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from dcptool.errors import StorageError
+from dcptool.findings import Finding, Severity
+from dcptool.storage import Storage
+
+NAME = "_COMPLETE"
+SCHEMA = 1
+WRITERS = ("save", "mark", "convert", "reshard")
+FOREIGN = ("_SUCCESS", "SUCCESS", ".complete", "COMPLETE", "_complete", "commit_success.txt", "STABLE", "DONE", ".done")
+NEGATIVE = (".incomplete", "INCOMPLETE", "_INCOMPLETE", ".in_progress", "IN_PROGRESS")
+NEGATIVE_SUFFIX = "-unfinished"
+"""A sibling named like the checkpoint with this added says that it is being written."""
+MAX_MARKER_NBYTES = 256 << 20
+_PIECE_NBYTES = 4 << 20
+
+
+class Marker(NamedTuple):
+    """What a marker says.
+
+    Attributes:
+        name: of its file.
+        writer: "save", "mark", "convert" or "reshard"; None for another software's, which says nothing more.
+        step: number of the step, None if unknown.
+        created: when it was written, ISO 8601 in UTC.
+        world_size: ranks that saved the checkpoint.
+        save_seconds, blocked_seconds: how long the save took, and how long training waited for it.
+        save_id: torch's identifier of the save.
+        metadata_sha256: SHA-256 of each metadata file, by name.
+        files: bytes of every file, by name relative to the marker's folder.
+        sha256: SHA-256 of files, empty without checksums.
+    """
+
+    name: str
+    writer: str | None = None
+    step: int | None = None
+    created: str | None = None
+    world_size: int | None = None
+    save_seconds: float | None = None
+    blocked_seconds: float | None = None
+    save_id: str | None = None
+    metadata_sha256: Mapping[str, str] = {}
+    files: Mapping[str, int] = {}
+    sha256: Mapping[str, str] = {}
+
+    def document(self) -> bytes:
+        """Return the bytes of the marker's file."""
+        fields = {name: value for name, value in self._asdict().items() if name != "name" and value not in (None, {})}
+        return json.dumps({"schema": SCHEMA, **fields}, indent=1, sort_keys=False).encode() + b"\n"
+
+
+def read_marker(storage: Storage, files: Mapping[str, int], name: str = NAME) -> tuple[Marker | None, list[Finding]]:
+    """Find and read the marker in a folder.
+
+    Args:
+        storage: the folder.
+        files: name → size in bytes of what is in it.
+        name: of the marker; any other software's is understood too.
+
+    Returns:
+        The marker, None if there is none, and what is wrong with it.
+    """
+    if name in files and name not in FOREIGN:
+        return _own(storage, name, files[name])
+    found = next((candidate for candidate in (name, *FOREIGN) if candidate in files), None)
+    return (Marker(found) if found else None), []
+
+
+def negative_marker(files: Collection[str]) -> str | None:
+    """Return the name of a file that says the checkpoint is being written, None if there is none."""
+    return next((name for name in NEGATIVE if name in files), None)
+
+
+def _own(storage: Storage, name: str, nbytes: int) -> tuple[Marker | None, list[Finding]]:
+    data = b""
+    try:
+        if nbytes <= MAX_MARKER_NBYTES:
+            data = storage.read(name, 0, nbytes)
+        fields = json.loads(data)
+        marker = Marker(name, **{field: value for field, value in fields.items() if field in Marker._fields})
+        if fields.get("schema") != SCHEMA or not _is_sound(marker):
+            raise ValueError("its fields are not those of this version")
+    except (ValueError, TypeError, AttributeError, RecursionError, StorageError) as error:
+        if not data.strip():  # a trainer's own file of that name, whose being there is all it says
+            return Marker(name), []
+        message = f"the marker {name} cannot be read ({error}); it counts for nothing"
+        step = "Check the checkpoint, then write it anew: dcptool mark"
+        return None, [Finding("bad-marker", Severity.ERROR, message, name, next_step=step)]
+    return marker, []
+
+
+def _is_sound(marker: Marker) -> bool:
+    tables: list[Any] = [marker.metadata_sha256, marker.files, marker.sha256]
+    return (
+        marker.writer in WRITERS
+        and all(isinstance(table, dict) for table in tables)
+        and all(type(nbytes) is int for nbytes in marker.files.values())
+        and all(isinstance(digest, str) for table in (tables[0], tables[2]) for digest in table.values())
+        and (marker.step is None or type(marker.step) is int)
+    )
+
+
+def marker_problems(marker: Marker, storage: Storage, files: Mapping[str, int]) -> list[Finding]:
+    """Return where a marker and what is beside it disagree. Reads the metadata files, of the others the sizes.
+
+    Args:
+        marker: as read.
+        storage: its folder.
+        files: name → size in bytes of all files in the folder and below.
+    """
+    for name, digest in marker.metadata_sha256.items():
+        if name in files and sha256(storage, name, files[name]) != digest:
+            message = f"the marker {marker.name} is of another save than {name}, which has changed since"
+            step = f"If the checkpoint is right, write the marker anew: dcptool mark {storage.root}"
+            return [Finding("stale-marker", Severity.ERROR, message, name, next_step=step)]
+    problems = []
+    for name, nbytes in marker.files.items():
+        if name not in files:
+            message = f"{name} ({nbytes:,} bytes) is missing: the marker {marker.name} lists it"
+            problems.append(Finding("missing-file", Severity.ERROR, message, name))
+        elif files[name] != nbytes:
+            message = f"{name} has {files[name]:,} bytes, {nbytes:,} when it was marked"
+            kind = "short-file" if files[name] < nbytes else "changed-file"
+            problems.append(Finding(kind, Severity.ERROR, message, name))
+    return problems
+
+
+def sha256(storage: Storage, name: str, nbytes: int) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for start in range(0, nbytes, _PIECE_NBYTES):
+        digest.update(storage.read(name, start, min(_PIECE_NBYTES, nbytes - start)))
+    return digest.hexdigest()

@@ -1,0 +1,88 @@
+"""Write the marker of a checkpoint that somebody vouches for, after checking it."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+from dcptool.checks import Level
+from dcptool.checks.items import Progress
+from dcptool.errors import ItemError, UnsupportedError
+from dcptool.formats.dcp.reader import METADATA, rank_metadata
+from dcptool.formats.safetensors import INDEX_SUFFIX
+from dcptool.marker import FOREIGN, NAME, NEGATIVE, Marker, sha256
+from dcptool.storage import Location, Storage, join, locate, walk
+from dcptool.verdict import Rules, Verdict, judge
+
+
+class Marked(NamedTuple):
+    """What was marked: the marker's path, the marker itself, and the verdict it rests on."""
+
+    path: str
+    marker: Marker
+    verdict: Verdict
+
+
+def mark_complete(
+    path: str | os.PathLike[str],
+    *,
+    checksums: bool = False,
+    marker: str = NAME,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Marked:
+    """Check a checkpoint at level RECORDS and write its marker, replacing an old one.
+
+    Args:
+        path: folder of the checkpoint, or of several parts that belong together.
+        checksums: check at level DEEP instead, and keep the SHA-256 of every file: reads all bytes twice.
+        marker: name of the marker's file.
+        threads: how many read at the same time, None for the number of processors.
+        progress: told the number of bytes as they are read.
+
+    Raises:
+        ItemError: the checkpoint does not verify; nothing is written. The message names the worst finding.
+        CheckpointNotFoundError: there is nothing at that path.
+        StorageError: the marker cannot be written.
+        UnsupportedError: the path is a file: a marker stands in a folder.
+    """
+    location = locate(path)
+    if location.file is not None:
+        raise UnsupportedError(f"{location.path} is a file; a marker stands in the folder of a checkpoint")
+    rules = Rules(Level.DEEP if checksums else Level.RECORDS, marker, threads=threads)
+    verdict = judge(path, rules, progress)
+    if not verdict.whole:
+        hint = f"dcptool verify {verdict.path}"
+        raise ItemError(f"{verdict.path} is {verdict.state.value}, not marked: {verdict.reason}\nSee all: {hint}")
+    document = make_marker(location, verdict, marker, checksums)
+    location.storage.write(marker, document.document())
+    return Marked(join(location.path, marker), document, verdict)
+
+
+def make_marker(location: Location, verdict: Verdict, name: str, checksums: bool) -> Marker:
+    """Describe the files of a folder as they are now."""
+    storage = location.storage
+    ours = {name, NAME, *FOREIGN, *NEGATIVE}
+    files = {entry.name: entry.nbytes for entry in walk(storage) if entry.name not in ours}
+    sizes = [part.world_size for part in verdict.parts if part.world_size]
+    return Marker(
+        name,
+        "mark",
+        verdict.step,
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        max(sizes) if sizes else None,
+        save_id=next((part.save_id for part in verdict.parts if part.save_id), None),
+        metadata_sha256={file: sha256(storage, file, files[file]) for file in files if _is_metadata(file)},
+        files=files,
+        sha256=_checksums(storage, files) if checksums else {},
+    )
+
+
+def _is_metadata(file: str) -> bool:
+    name = file.rpartition("/")[2]
+    return name == METADATA or bool(rank_metadata({name: 0})) or name.endswith(INDEX_SUFFIX)
+
+
+def _checksums(storage: Storage, files: dict[str, int]) -> dict[str, str]:
+    return {file: sha256(storage, file, nbytes) for file, nbytes in files.items()}

@@ -1,0 +1,235 @@
+"""What `verify`, `latest`, `mark` and `prune` found, as text and as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dcptool.checks import Level
+from dcptool.findings import Finding, Severity
+from dcptool.marker import Marker
+from dcptool.newest import Latest
+from dcptool.render.text import nbytes, plural, shown, table
+from dcptool.retention import Deleted, PrunePlan
+from dcptool.verdict import State, Verdict
+from dcptool.verification import VerifyReport
+
+SCHEMA = 1
+MAX_ALIKE = 3
+"""Findings of one kind in one file that are shown one by one."""
+_ALSO = {
+    Level.METADATA: "metadata and sizes; --records looks into every item, --deep reads every byte",
+    Level.RECORDS: "the headers of every item; --deep reads every byte",
+    Level.DEEP: "every byte",
+}
+
+
+def verify_text(report: VerifyReport, width: int) -> str:
+    """Return the report on a checkpoint, or a table of steps and what is wrong with which."""
+    if not report.is_run:
+        return "\n\n".join(_verdict_text(verdict) for verdict in report.verdicts)
+    rows = [
+        [
+            shown(verdict.name),
+            verdict.state.value,
+            _marker_word(verdict.marker),
+            f"{verdict.n_files:,}",
+            nbytes(verdict.nbytes),
+            age(verdict.written),
+            _worst(verdict),
+        ]
+        for verdict in report.verdicts
+    ]
+    headers = ["step", "state", "marker", "files", "bytes", "age", "worst finding"]
+    blocks = [
+        f"{shown(report.path)} is a run directory with {plural(len(rows), 'step')}; checked: "
+        f"{_ALSO[report.verdicts[0].level]}",
+        table(headers, rows, right=(3, 4, 5)),
+    ]
+    for verdict in report.verdicts:
+        found = [finding for finding in verdict.findings if finding.severity is not Severity.NOTE]
+        if found:
+            blocks.append("\n".join([f"{shown(verdict.name)}: {verdict.state.value}", *finding_lines(found)]))
+    complete = [verdict for verdict in report.verdicts if verdict.state is State.COMPLETE]
+    blocks.append(
+        f"newest complete step: {shown(complete[-1].path)}"
+        if complete
+        else "no step is complete: nothing to resume from"
+    )
+    return "\n\n".join(blocks)
+
+
+def _verdict_text(verdict: Verdict) -> str:
+    facts = [["state", verdict.state.value]]
+    for part in verdict.parts:
+        ranks = f", {plural(part.world_size, 'rank')}" if part.world_size else ""
+        counts = f"{plural(part.n_tensors, 'tensor')}, {plural(part.n_objects, 'object')}"
+        facts.append([shown(part.name) if part.name else "format", f"{shown(part.flavour)}{ranks}, {counts}"])
+    facts.append(["files", f"{plural(verdict.n_files, 'file')}, {nbytes(verdict.nbytes)}"])
+    facts.append(["marker", _marker_text(verdict.marker)])
+    facts.append(["checked", _checked(verdict)])
+    label = max(len(name) for name, _ in facts) + 2
+    lines = [shown(verdict.path), *(f"  {name:<{label}}{value}" for name, value in facts)]
+    return "\n".join([*lines, *([""] if verdict.findings else []), *finding_lines(verdict.findings, "")])
+
+
+def _checked(verdict: Verdict) -> str:
+    tally = verdict.tally
+    if verdict.level is Level.METADATA:
+        return _ALSO[verdict.level]
+    items = plural(tally.n_items, "item")
+    if verdict.level is Level.RECORDS:
+        return f"the headers of {items}; --deep reads every byte"
+    unsure = f", {tally.n_unverifiable:,} of them without checksums" if tally.n_unverifiable else ""
+    return f"every byte of {items}, {nbytes(tally.nbytes)}{unsure}"
+
+
+def _marker_word(marker: Marker | None) -> str:
+    return "–" if marker is None else marker.writer or shown(marker.name)
+
+
+def _marker_text(marker: Marker | None) -> str:
+    if marker is None:
+        return "none"
+    if marker.writer is None:
+        return f"{shown(marker.name)} (another software's; it says no more than that it is there)"
+    sums = ", with checksums" if marker.sha256 else ""
+    return f"{shown(marker.name)} by {marker.writer}, {shown(str(marker.created))}{sums}"
+
+
+def _worst(verdict: Verdict) -> str:
+    reason = shown(verdict.reason) if verdict.reason else ""
+    return reason if len(reason) <= 80 else reason[:79] + "…"
+
+
+def finding_lines(findings: Iterable[Finding], indent: str = "  ") -> list[str]:
+    """Return findings as lines; many alike in one file are counted, not listed, and a next step is said once."""
+    groups: dict[tuple[Any, ...], list[Finding]] = {}
+    for finding in findings:
+        key = (finding.severity, finding.kind, finding.file if finding.fqn else None)
+        groups.setdefault(key, []).append(finding)
+    lines = []
+    for (severity, _, file), members in groups.items():
+        lines += [f"{indent}{severity.value}: {_indented(finding.message, indent)}" for finding in members[:MAX_ALIKE]]
+        rest = members[MAX_ALIKE:]
+        if rest:
+            tensors = len({finding.fqn for finding in rest})
+            where = f" in {shown(file)}" if file else ""
+            lines.append(f"{indent}  … and {len(rest):,} more like it{where}, of {plural(tensors, 'name')}")
+        steps = dict.fromkeys(finding.next_step for finding in members if finding.next_step)
+        lines += [f"{indent}  {_indented(step, indent)}" for step in steps]
+    return lines
+
+
+def _indented(message: str, indent: str) -> str:
+    return f"\n{indent}  ".join(map(shown, message.splitlines()))
+
+
+def age(written: float | None) -> str:
+    """Return how long ago something was written, in its largest unit: `5 min`, `3 h`, `12 d`."""
+    if written is None:
+        return "?"
+    seconds = max(time.time() - written, 0)
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def verify_json(report: VerifyReport) -> dict[str, Any]:
+    """Return the report as plain data; the layout is documented in docs/json.md and numbered by "schema"."""
+    return {
+        "schema": SCHEMA,
+        "path": report.path,
+        "run": report.is_run,
+        "good": report.good,
+        "checkpoints": [verdict_json(verdict) for verdict in report.verdicts],
+    }
+
+
+def verdict_json(verdict: Verdict) -> dict[str, Any]:
+    """Return a verdict as plain data."""
+    return {
+        "path": verdict.path,
+        "name": verdict.name,
+        "step": verdict.step,
+        "state": verdict.state.value,
+        "level": verdict.level.name.lower(),
+        "marker": None if verdict.marker is None else _marker_json(verdict.marker),
+        "parts": [part._asdict() for part in verdict.parts],
+        "n_files": verdict.n_files,
+        "nbytes": verdict.nbytes,
+        "written": verdict.written,
+        "checked": verdict.tally._asdict(),
+        "findings": [finding_json(finding) for finding in verdict.findings],
+    }
+
+
+def _marker_json(marker: Marker) -> dict[str, Any]:
+    fields = ("name", "writer", "step", "created", "world_size", "save_seconds", "blocked_seconds", "save_id")
+    return {**{name: getattr(marker, name) for name in fields}, "checksums": bool(marker.sha256)}
+
+
+def finding_json(finding: Finding) -> dict[str, Any]:
+    """Return a finding as plain data."""
+    return {**finding._asdict(), "severity": finding.severity.value}
+
+
+def latest_json(latest: Latest) -> dict[str, Any]:
+    """Return the answer of `latest` as plain data."""
+    return {
+        "schema": SCHEMA,
+        "run": latest.run,
+        "path": latest.path,
+        "step": latest.verdict.step if latest.verdict else None,
+        "skipped": [verdict_json(verdict) for verdict in latest.skipped],
+        "pointers": [finding_json(finding) for finding in latest.pointers],
+    }
+
+
+def latest_lines(latest: Latest) -> list[str]:
+    """Return why newer steps were passed over, and what pointers say that is not so, for stderr."""
+    lines = []
+    for verdict in latest.skipped:
+        loud = "WARNING: " if verdict.state is State.UNMARKED else ""
+        lines.append(f"{loud}{shown(verdict.name)} is {verdict.state.value}: {shown(verdict.reason)}")
+        steps = [f.next_step for f in verdict.findings if f.next_step and f.message == verdict.reason]
+        lines += [f"  {shown(step)}" for step in steps[:1] if verdict.state is State.UNMARKED]
+    lines += [f"{finding.severity.value}: {shown(finding.message)}" for finding in latest.pointers]
+    if latest.path is None:
+        lines.append(
+            f"{shown(latest.run)} has no complete step to resume from; see: dcptool verify {shown(latest.run)}"
+        )
+    return lines
+
+
+def plan_text(plan: PrunePlan) -> str:
+    """Return the plan of `prune` as a table."""
+    rows = [
+        [shown(d.name), "keep" if d.keep else "DELETE", d.state.value, nbytes(d.nbytes), shown(d.reason)]
+        for d in plan.decisions
+    ]
+    return table(["step", "plan", "state", "bytes", "reason"], rows, right=(3,))
+
+
+def plan_json(plan: PrunePlan, deleted: Deleted | None) -> dict[str, Any]:
+    """Return the plan of `prune`, and what came of it, as plain data."""
+    return {
+        "schema": SCHEMA,
+        "run": plan.run,
+        "steps": [{**decision._asdict(), "state": decision.state.value} for decision in plan.decisions],
+        "deleted": None
+        if deleted is None
+        else {
+            "names": list(deleted.names),
+            "nbytes": deleted.nbytes,
+            "refused": [{"name": name, "reason": reason} for name, reason in deleted.refused],
+        },
+    }
+
+
+def deleted_lines(deleted: Deleted) -> Sequence[str]:
+    """Return what was deleted, and what was not after all."""
+    lines = [f"{shown(name)} was not deleted: {shown(reason)}" for name, reason in deleted.refused]
+    return [*lines, f"deleted {plural(len(deleted.names), 'step')}, {nbytes(deleted.nbytes)}"]
