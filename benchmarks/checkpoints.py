@@ -75,5 +75,16 @@ def chunks(cache: Path, n_tensors: int, n_ranks: int) -> Path:
     return target
 
 
+def model(cache: Path, mib: int, on_mesh: int) -> Path:
+    """Return a checkpoint of about so many MiB saved by four ranks: Shard(0), or a 2×2 mesh."""
+    target = cache / f"model_{mib}{'_mesh' if on_mesh else ''}"
+    if not (target / ".metadata").exists():
+        shutil.rmtree(target, ignore_errors=True)
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+        command += ["-m", "benchmarks.save_model", str(target), str(mib), "mesh" if on_mesh else "rows"]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, cwd=ROOT)
+    return target
+
+
 if __name__ == "__main__":
-    print({"small": small, "chunks": chunks}[sys.argv[1]](Path(sys.argv[2]), *map(int, sys.argv[3:])))
+    print({"small": small, "chunks": chunks, "model": model}[sys.argv[1]](Path(sys.argv[2]), *map(int, sys.argv[3:])))

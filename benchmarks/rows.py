@@ -40,6 +40,15 @@ def _inspect_chunks(n_tensors: int, n_ranks: int) -> Callable[[Path], tuple[list
     return lambda cache: _inspect(checkpoints.make("chunks", cache, n_tensors, n_ranks))
 
 
+def _verify_deep(mib: int) -> Callable[[Path], tuple[list[str], list[str]]]:
+    def commands(cache: Path) -> tuple[list[str], list[str]]:
+        path = checkpoints.make("model", cache, mib, 0)
+        ours = [sys.executable, "-m", "dcptool", "verify", "--deep", str(path)]
+        return ours, ["sh", "-c", f"cat {path}/*.distcp > /dev/null"]
+
+    return commands
+
+
 PEER = "read_metadata() in a fresh process"
 ROWS = {
     "inspect-small": Row(
@@ -48,5 +57,7 @@ ROWS = {
     "inspect-10k": Row("inspect, 10 k chunks", PEER, None, None, _inspect_chunks(100, 100)),
     "inspect-100k": Row("inspect, 100 k chunks", PEER, None, None, _inspect_chunks(400, 250)),
     "inspect-1m": Row("inspect, 1 M chunks", PEER, 0.4, 0.55, _inspect_chunks(1000, 1000)),
+    "verify-deep-1g": Row("verify --deep, 1 GiB", "cat", 2.0, None, _verify_deep(1024)),
+    "verify-deep-4g": Row("verify --deep, 4 GiB", "cat", 2.0, None, _verify_deep(4096)),
     "inspect-10k-tensors": Row("inspect, 10 k tensors", PEER, None, None, _inspect_chunks(10_000, 2)),
 }

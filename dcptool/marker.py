@@ -24,7 +24,6 @@ NEGATIVE = (".incomplete", "INCOMPLETE", "_INCOMPLETE", ".in_progress", "IN_PROG
 NEGATIVE_SUFFIX = "-unfinished"
 """A sibling named like the checkpoint with this added says that it is being written."""
 MAX_MARKER_NBYTES = 256 << 20
-_PIECE_NBYTES = 4 << 20
 
 
 class Marker(NamedTuple):
@@ -140,6 +139,9 @@ def marker_problems(marker: Marker, storage: Storage, files: Mapping[str, int]) 
 def sha256(storage: Storage, name: str, nbytes: int) -> str:
     """Return the SHA-256 of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
-    for start in range(0, nbytes, _PIECE_NBYTES):
-        digest.update(storage.read(name, start, min(_PIECE_NBYTES, nbytes - start)))
+    buffer = memoryview(bytearray(min(storage.piece_nbytes, nbytes)))
+    for start in range(0, nbytes, storage.piece_nbytes):
+        piece = buffer[: min(len(buffer), nbytes - start)]
+        storage.read_into(name, start, piece)
+        digest.update(piece)
     return digest.hexdigest()

@@ -17,8 +17,6 @@ from dcptool.findings import Finding, Severity
 from dcptool.model import Record
 from dcptool.storage.window import Window
 
-WINDOW_NBYTES = 4 << 20
-"""Bytes read at once."""
 HEADERS_NBYTES = 64 << 10
 """Where only headers are wanted, items up to this length are read together."""
 JOB_NBYTES = 64 << 20
@@ -114,11 +112,12 @@ class _Scan:
         self._window = Window(checkpoint.storage)
         self._source = checkpoint.source.over(self._window)
         self._progress = progress or (lambda nbytes: None)
-        self._together = WINDOW_NBYTES if deep else HEADERS_NBYTES
-        self._buffer = memoryview(bytearray(WINDOW_NBYTES)) if deep else memoryview(b"")
+        piece = checkpoint.storage.piece_nbytes
+        self._together = piece if deep else HEADERS_NBYTES
+        self._buffer = memoryview(bytearray(piece if deep else 0))
         self._seen: set[tuple[int, int, int]] = set()
         self.problems: list[Finding] = []
-        self.tally = Tally()
+        self._n_items = self._n_unverifiable = self._unverifiable_nbytes = self._nbytes = 0
 
     def run(self, job: Job) -> tuple[list[Finding], Tally]:
         starts, ends = (column[job.first : job.last] for column in self._placement.spans(job.file))
@@ -135,17 +134,18 @@ class _Scan:
                     self._window.load(job.file, starts[index], end)
             for at in there[position:last]:
                 placed = self._placement.item(job.file, job.first + at)
-                self.tally = self.tally.plus(Tally(1))
+                self._n_items += 1
                 with self._telling(placed):
                     self._look_at(placed)
             position = last
-        return self.problems, self.tally
+        return self.problems, Tally(self._n_items, self._n_unverifiable, self._unverifiable_nbytes, self._nbytes)
 
     def _look_at(self, placed: Placed) -> None:
         entry, chunk = placed.entry, placed.chunk
         payload, records = self._source.examine(entry, chunk, placed.item)
         if all(record.crc32 is None for record in records if record.nbytes):
-            self.tally = self.tally.plus(Tally(0, 1, sum(record.nbytes for record in records)))
+            self._n_unverifiable += 1
+            self._unverifiable_nbytes += sum(record.nbytes for record in records)
         if self._deep:
             for record in records:
                 self._read(placed, record)
@@ -163,12 +163,12 @@ class _Scan:
         if self._checkpoint.format != "dcp":
             self._seen.add(key)
         value = 0
-        for start in range(0, record.nbytes, WINDOW_NBYTES):
-            piece = self._buffer[: min(WINDOW_NBYTES, record.nbytes - start)]
+        for start in range(0, record.nbytes, len(self._buffer)):
+            piece = self._buffer[: record.nbytes - start]
             self._source.read_into(record, start, piece)
             value = crc32(piece, value)
-            self.tally = self.tally.plus(Tally(nbytes=len(piece)))
             self._progress(len(piece))
+        self._nbytes += record.nbytes
         if record.crc32 is not None and value != record.crc32:
             message = f"record {record.name} has CRC32 {value:08x}, stored is {record.crc32:08x}: bytes were changed"
             self._add("wrong-crc", Severity.ERROR, placed, message)

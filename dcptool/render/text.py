@@ -7,8 +7,6 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-from tabulate import tabulate
-
 
 def shown(text: str) -> str:
     """Return text from a checkpoint with everything that could act on a terminal escaped.
@@ -85,6 +83,8 @@ def table(
         width: of the terminal, in columns. A first cell that would make the table wider than this stands on a line
             of its own above its row; it is never cut.
     """
+    from tabulate import tabulate  # a fifth of a small command's time, and not all print a table
+
     room = None
     if width is not None and rows:
         columns = list(zip(headers, *rows, strict=True))

@@ -28,9 +28,13 @@ class Entry(NamedTuple):
 
 
 class Storage(Protocol):
-    """The files under `root`. Reading never changes anything; what writes says so in its name."""
+    """The files under `root`. Reading never changes anything; what writes says so in its name.
+
+    `piece_nbytes` is how many bytes are best read at once when a whole file is wanted.
+    """
 
     root: str
+    piece_nbytes: int
 
     def entries(self, folder: str = "") -> list[Entry]:
         """List a folder, not its subfolders, sorted by name; names are relative to the root.

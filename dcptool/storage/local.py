@@ -18,6 +18,9 @@ _OPEN_FILES = 64
 class LocalStorage:
     """A folder of the local (or mounted shared) file system."""
 
+    piece_nbytes = 1 << 20
+    """Enough to make the work around a read small; what is larger leaves a processor's cache before it is looked at."""
+
     def __init__(self, root: str) -> None:
         self.root = root
         self._files: OrderedDict[str, int] = OrderedDict()

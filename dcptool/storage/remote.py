@@ -12,6 +12,9 @@ from dcptool.storage.base import Entry, join, too_short, translated
 class FsspecStorage:
     """A folder or key prefix behind an fsspec URL, such as `s3://bucket/run/step_500`."""
 
+    piece_nbytes = 8 << 20
+    """Every read is a request."""
+
     def __init__(self, filesystem: Any, root: str, path: str) -> None:
         self.root = root
         self._filesystem = filesystem

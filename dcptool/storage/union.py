@@ -5,8 +5,6 @@ from __future__ import annotations
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.storage.base import Entry, Storage, join
 
-_PIECE_NBYTES = 4 << 20
-
 
 class UnionStorage:
     """The files of several folders under the root of the first; for reading only.
@@ -16,6 +14,7 @@ class UnionStorage:
 
     def __init__(self, storages: tuple[Storage, ...]) -> None:
         self.root = storages[0].root
+        self.piece_nbytes = storages[0].piece_nbytes
         self._storages = storages
         self._owners: dict[str, Storage] = {}
 
@@ -74,10 +73,11 @@ class UnionStorage:
 
     def _require_same(self, entry: Entry, first: Entry, storage: Storage) -> None:
         owner = self._owners[entry.name]
+        piece = self.piece_nbytes
         same = entry.nbytes == first.nbytes and all(
-            owner.read(entry.name, at, min(_PIECE_NBYTES, entry.nbytes - at))
-            == storage.read(entry.name, at, min(_PIECE_NBYTES, entry.nbytes - at))
-            for at in range(0, entry.nbytes, _PIECE_NBYTES)
+            owner.read(entry.name, at, min(piece, entry.nbytes - at))
+            == storage.read(entry.name, at, min(piece, entry.nbytes - at))
+            for at in range(0, entry.nbytes, piece)
         )
         if not same:
             paths = f"{join(owner.root, entry.name)} and {join(storage.root, entry.name)}"

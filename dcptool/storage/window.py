@@ -10,6 +10,7 @@ class Window:
 
     def __init__(self, storage: Storage) -> None:
         self.root = storage.root
+        self.piece_nbytes = storage.piece_nbytes
         self._storage = storage
         self._piece: tuple[str, int, int, memoryview] = ("", 0, 0, memoryview(b""))
 
