@@ -105,7 +105,9 @@ def test_a_run_directory_gives_a_row_per_step_and_the_next_command():
     assert rows == dict.fromkeys(["step_200", "step_300", "step_400", "step_500"], "incomplete") | {
         "step_100": "complete"
     }
-    assert "step_200: __1_0.distcp (rank 1) is missing: it held 71% of the bytes, 17 items of 6 tensors\n" in done.stdout
+    assert (
+        "step_200: __1_0.distcp (rank 1) is missing: it held 71% of the bytes, 17 items of 6 tensors\n" in done.stdout
+    )
     assert done.stdout.splitlines()[-1] == (
         "newest complete step: dcptool inspect fixtures/foreign/run_crashed/ckpt/step_100"
     )
@@ -269,7 +271,10 @@ def test_files_of_an_older_save_do_not_count(tmp_path):
     done = run("inspect", folder)
     assert done.returncode == 0
     assert "world size  2" in done.stdout
-    assert "note: __7_0.distcp (5 bytes) are not named by the metadata: they are left by an older or wider save" in done.stdout
+    assert (
+        "note: __7_0.distcp (5 bytes) are not named by the metadata: they are left by an older or wider save"
+        in done.stdout
+    )
 
 
 def test_a_missing_file_is_marked_where_its_chunks_are_listed(tmp_path):

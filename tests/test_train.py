@@ -31,7 +31,10 @@ def test_a_real_run_killed_in_a_save_and_resumed_with_fewer_ranks(tmp_path):
     run = tmp_path / "run"
     losses = train(run, 4, "--steps", "4", "--die-in-save", "4", check=False)
     summary = dcptool.summarize(run)
-    assert [(step.name, step.state.value) for step in summary.steps] == [("step_2", "complete"), ("step_4", "in-progress")]
+    assert [(step.name, step.state.value) for step in summary.steps] == [
+        ("step_2", "complete"),
+        ("step_4", "in-progress"),
+    ]
     assert "perhaps still being saved" in summary.steps[1].reason
     assert summary.steps[0].world_size == 4
 
