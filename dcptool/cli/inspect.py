@@ -6,9 +6,6 @@ import click
 
 from dcptool.cli import options
 
-PIPED_WIDTH = 1000
-"""Columns where there is no terminal: each entry stays on one line, for grep and awk."""
-
 
 @click.command(epilog="Example: dcptool inspect ckpt/step_500 --keys 'model.*' --chunks")
 @click.argument("path", type=click.Path())
@@ -56,9 +53,7 @@ def inspect(
 
         options.print_json(to_json(summary))
     elif not quiet:
-        import shutil
-
         from dcptool.render.inspect import to_text
 
-        click.echo(to_text(summary, shutil.get_terminal_size((PIPED_WIDTH, 40)).columns, by_file, values))
+        click.echo(to_text(summary, options.width(), by_file, values))
     return 0 if summary.good else 1

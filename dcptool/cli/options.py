@@ -78,6 +78,17 @@ def threads(command: Command) -> Command:
     )(command)
 
 
+PIPED_WIDTH = 1000
+"""Columns where there is no terminal: each entry stays on one line, for grep and awk."""
+
+
+def width() -> int:
+    """Return the columns of the terminal, or many where there is none."""
+    import shutil
+
+    return shutil.get_terminal_size((PIPED_WIDTH, 40)).columns
+
+
 def parts_of(text: str) -> tuple[str, ...]:
     """Return the names in a list separated by commas."""
     return tuple(name for part in text.split(",") if (name := part.strip().strip("/")))

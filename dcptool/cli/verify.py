@@ -54,8 +54,6 @@ def verify(
 
     Exits 1 unless every checkpoint is complete; in a run directory a step may be in progress.
     """
-    import shutil
-
     from dcptool.checks import Level
     from dcptool.cli.progress import bar
     from dcptool.render.verify import verify_json, verify_text
@@ -73,9 +71,7 @@ def verify(
         with bar(quiet) as progress:
             reports.append(verify_path(path, rules, progress, load=load, trust=trust))
         if not quiet and not as_json:
-            click.echo(
-                ("\n" if len(reports) > 1 else "") + verify_text(reports[-1], shutil.get_terminal_size().columns)
-            )
+            click.echo(("\n" if len(reports) > 1 else "") + verify_text(reports[-1], options.width()))
     if as_json and not quiet:
         documents = [verify_json(report) for report in reports]
         options.print_json(documents[0] if len(documents) == 1 else {"schema": 1, "reports": documents})

@@ -37,10 +37,11 @@ def verify_text(report: VerifyReport, width: int) -> str:
             f"{verdict.n_files:,}",
             nbytes(verdict.nbytes),
             age(verdict.written),
-            _worst(verdict),
         ]
         for verdict in report.verdicts
     ]
+    used = sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) + 4
+    rows = [[*row, _worst(verdict, max(width - used, 40))] for row, verdict in zip(rows, report.verdicts, strict=True)]
     headers = ["step", "state", "marker", "files", "bytes", "age", "worst finding"]
     blocks = [
         f"{shown(report.path)} is a run directory with {plural(len(rows), 'step')}; checked: "
@@ -98,9 +99,9 @@ def _marker_text(marker: Marker | None) -> str:
     return f"{shown(marker.name)} by {marker.writer}, {shown(str(marker.created))}{sums}"
 
 
-def _worst(verdict: Verdict) -> str:
+def _worst(verdict: Verdict, room: int) -> str:
     reason = shown(verdict.reason) if verdict.reason else ""
-    return reason if len(reason) <= 80 else reason[:79] + "…"
+    return reason if len(reason) <= room else reason[: room - 1] + "…"
 
 
 def finding_lines(findings: Iterable[Finding], indent: str = "  ") -> list[str]:
