@@ -28,7 +28,7 @@ _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _NAME_CODEC = ("utf-8", "surrogateescape")
-_AHEAD_NBYTES = 4096
+HEAD_NBYTES = 4096
 """The head of a zip holds data.pkl and the payload's local header, its tail the directory: a few hundred bytes."""
 _WHOLE_NBYTES = 64 << 10
 
@@ -67,8 +67,8 @@ class TorchZip:
     def __init__(self, read: Read, nbytes: int) -> None:
         self.nbytes = nbytes
         self._source = read
-        self._head = read(0, nbytes if nbytes <= _WHOLE_NBYTES else _AHEAD_NBYTES)
-        self._tail_offset = max(len(self._head), nbytes - _AHEAD_NBYTES)
+        self._head = read(0, nbytes if nbytes <= _WHOLE_NBYTES else HEAD_NBYTES)
+        self._tail_offset = max(len(self._head), nbytes - HEAD_NBYTES)
         self._tail = read(self._tail_offset, nbytes - self._tail_offset)
         try:
             self.members = self._directory()
@@ -183,7 +183,7 @@ class TorchZip:
 
     def _end(self) -> tuple[int, int, int]:
         """Find the end record and return (number of members, offset, length) of the directory."""
-        tail = self.read(max(0, self.nbytes - _AHEAD_NBYTES), min(self.nbytes, _AHEAD_NBYTES))
+        tail = self.read(max(0, self.nbytes - HEAD_NBYTES), min(self.nbytes, HEAD_NBYTES))
         position = tail.rfind(b"PK\x05\x06")
         if position < 0 or position + _END.size > len(tail):
             raise ItemError("it does not end like a zip; the file is cut short or overwritten")

@@ -17,7 +17,7 @@ from dcptool.verification import VerifyReport
 
 SCHEMA = 1
 MAX_ALIKE = 3
-"""Findings of one kind in one file that are shown one by one."""
+"""Findings of one kind that are shown one by one."""
 _ALSO = {
     Level.METADATA: "metadata and sizes; --records looks into every item, --deep reads every byte",
     Level.RECORDS: "the headers of every item; --deep reads every byte",
@@ -105,19 +105,19 @@ def _worst(verdict: Verdict, room: int) -> str:
 
 
 def finding_lines(findings: Iterable[Finding], indent: str = "  ") -> list[str]:
-    """Return findings as lines; many alike in one file are counted, not listed, and a next step is said once."""
-    groups: dict[tuple[Any, ...], list[Finding]] = {}
+    """Return findings as lines; many alike are counted, not listed, and a next step is said once."""
+    groups: dict[tuple[Severity, str], list[Finding]] = {}
     for finding in findings:
-        key = (finding.severity, finding.kind, finding.file if finding.fqn else None)
-        groups.setdefault(key, []).append(finding)
+        groups.setdefault((finding.severity, finding.kind), []).append(finding)
     lines = []
-    for (severity, _, file), members in groups.items():
+    for (severity, _), members in groups.items():
         lines += [f"{indent}{severity.value}: {_indented(finding.message, indent)}" for finding in members[:MAX_ALIKE]]
         rest = members[MAX_ALIKE:]
         if rest:
-            tensors = len({finding.fqn for finding in rest})
-            where = f" in {shown(file)}" if file else ""
-            lines.append(f"{indent}  … and {len(rest):,} more like it{where}, of {plural(tensors, 'name')}")
+            files, names = ({getattr(finding, field) for finding in rest} - {None} for field in ("file", "fqn"))
+            where = f", in {plural(len(files), 'file')}" if files else ""
+            where += f", of {plural(len(names), 'entry')}".replace("entrys", "entries") if names else ""
+            lines.append(f"{indent}  … and {len(rest):,} more like these{where}")
         steps = dict.fromkeys(finding.next_step for finding in members if finding.next_step)
         lines += [f"{indent}  {_indented(step, indent)}" for step in steps]
     return lines

@@ -2,39 +2,47 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from dcptool.storage.base import Entry, Storage
+
+_KEPT = 3
+"""Reads that are kept: a piece loaded on purpose, and an item's head and tail."""
+_SMALL_NBYTES = 64 << 10
 
 
 class Window:
-    """A storage that serves reads from one piece of a file that is in memory; for one thread."""
+    """A storage that serves reads from the last pieces of a file that were read; for one thread."""
 
     def __init__(self, storage: Storage) -> None:
         self.root = storage.root
         self.piece_nbytes = storage.piece_nbytes
         self._storage = storage
-        self._piece: tuple[str, int, int, memoryview] = ("", 0, 0, memoryview(b""))
+        self._pieces: deque[tuple[str, int, int, memoryview]] = deque(maxlen=_KEPT)
 
-    def load(self, file: str, start: int, end: int) -> memoryview:
-        """Read a piece of a file and keep it until the next."""
+    def load(self, file: str, start: int, end: int) -> None:
+        """Read a piece of a file, to serve what is read of it next."""
         buffer = memoryview(bytearray(end - start))
         self._storage.read_into(file, start, buffer)
-        self._piece = file, start, end, buffer
-        return buffer
+        self._pieces.append((file, start, end, buffer))
 
     def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
-        piece = self._piece
-        if piece[0] == name and piece[1] <= byte_offset and byte_offset + len(out) <= piece[2]:
-            start = byte_offset - piece[1]
-            out[:] = piece[3][start : start + len(out)]
-        else:
-            self._storage.read_into(name, byte_offset, out)
+        end = byte_offset + len(out)
+        for file, first, last, piece in self._pieces:
+            if first <= byte_offset and end <= last and file == name:
+                out[:] = piece[byte_offset - first : end - first]
+                return
+        self._storage.read_into(name, byte_offset, out)
 
     def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
-        piece = self._piece
-        if piece[0] == name and piece[1] <= byte_offset and byte_offset + nbytes <= piece[2]:
-            start = byte_offset - piece[1]
-            return bytes(piece[3][start : start + nbytes])
-        return self._storage.read(name, byte_offset, nbytes)
+        end = byte_offset + nbytes
+        for file, first, last, piece in self._pieces:
+            if first <= byte_offset and end <= last and file == name:
+                return bytes(piece[byte_offset - first : end - first])
+        data = self._storage.read(name, byte_offset, nbytes)
+        if nbytes <= _SMALL_NBYTES:
+            self._pieces.append((name, byte_offset, end, memoryview(data)))
+        return data
 
     def size(self, name: str) -> int | None:
         return self._storage.size(name)

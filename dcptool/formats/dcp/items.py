@@ -10,7 +10,7 @@ from dcptool.checkpoint import Entry, ObjectEntry, TensorEntry
 from dcptool.errors import ItemError, MetadataError, StorageError, UnsupportedError
 from dcptool.formats import torch_items
 from dcptool.formats.safetensors_header import Header, read_header
-from dcptool.formats.torch_zip import TorchZip
+from dcptool.formats.torch_zip import HEAD_NBYTES, TorchZip
 from dcptool.model import Chunk, Examined, Extent, Payload, Record
 from dcptool.pickles import inert
 from dcptool.regions import contiguous_strides, volume
@@ -49,7 +49,7 @@ class DcpSource:
         if chunk is not None and isinstance(entry, TensorEntry):
             expected = volume(chunk.sizes) * dtypes.lookup(entry.dtype).itemsize
         nbytes = self._nbytes(item, expected)
-        start = self._read(item, 0, min(nbytes, _START_NBYTES))
+        start = self._read(item, 0, min(nbytes, HEAD_NBYTES))
         if start.startswith(_ZIP):
             archive = TorchZip(lambda at, n: self._read(item, at, n), nbytes)
             return torch_items.examine(archive, item, chunk is not None)
