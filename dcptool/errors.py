@@ -7,7 +7,8 @@
     ├── StorageError              (OSError)               the file system or object store said no
     ├── ItemError                 (ValueError)            a stored chunk or object is not what the metadata says
     ├── LayoutError               (ValueError)            the boxes of a tensor do not give what was asked for
-    └── UnsupportedError          (NotImplementedError)   understood, but not something dcptool reads
+    ├── UnsupportedError          (NotImplementedError)   understood, but not something dcptool reads
+    └── OutputExistsError         (FileExistsError)       output would replace something
 
 Every message is one or two lines: what is wrong, where (path, fqn, byte range), what to do next.
 What is *found* in a checkpoint is not raised: see `findings`.
@@ -44,3 +45,7 @@ class LayoutError(DcptoolError, ValueError):
 
 class UnsupportedError(DcptoolError, NotImplementedError):
     """The input is recognised, but dcptool does not read it; the message says what does."""
+
+
+class OutputExistsError(DcptoolError, FileExistsError):
+    """There is something where output should go; nothing was changed."""

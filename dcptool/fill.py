@@ -25,7 +25,13 @@ SMALL_NBYTES = 256 << 10
 """A window this small is read in one go even where most of it is not wanted."""
 
 
-def fill(payload: Payload, read_into: ReadInto, start: Ints, out: np.ndarray[Any, Any]) -> None:
+Update = Callable[[int, memoryview], None]
+"""Told every run of bytes that is read of a record, and its byte offset in it."""
+
+
+def fill(
+    payload: Payload, read_into: ReadInto, start: Ints, out: np.ndarray[Any, Any], update: Update | None = None
+) -> None:
     """Copy the box of a payload that begins at `start` and has `out`'s shape into `out`.
 
     Only the bytes between wanted elements that lie close together are read besides the wanted ones. When that was
@@ -36,6 +42,7 @@ def fill(payload: Payload, read_into: ReadInto, start: Ints, out: np.ndarray[Any
         read_into: gives the record's bytes.
         start: first element of the box in the payload, per dimension.
         out: array of the payload's numpy dtype, any strides.
+        update: takes over the checking: told what is read instead.
 
     Raises:
         ItemError: the record's bytes do not have the stored CRC32.
@@ -45,6 +52,7 @@ def fill(payload: Payload, read_into: ReadInto, start: Ints, out: np.ndarray[Any
     itemsize = out.dtype.itemsize
     record = payload.record
     checksum = _Checksum(record)
+    told = update or checksum.update
     strides = payload.strides
     first = payload.storage_offset + sum(index * stride for index, stride in zip(start, strides, strict=True))
     # Widest stride first: blocks are then cut, and read, in the order of the file.
@@ -69,11 +77,12 @@ def fill(payload: Payload, read_into: ReadInto, start: Ints, out: np.ndarray[Any
             # Not as_strided: it rebuilds the dtype from its text, which ml_dtypes' float8_e5m2 does not survive.
             steps = [stride * itemsize for stride in strides]
             out[...] = np.ndarray(out.shape, out.dtype, buffer=window, strides=steps)
-        checksum.update(first * itemsize, window)
+        told(first * itemsize, window)
 
     if out.size:
         copy(first, out.transpose(order))
-    checksum.check()
+    if update is None:
+        checksum.check()
     parts = [out[name] for name in out.dtype.names] if out.dtype.names else [out]
     if payload.conj and out.dtype.names:
         np.negative(parts[1], out=parts[1])

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from dcptool.checkpoint import Checkpoint
 from dcptool.findings import Finding, Severity
+from dcptool.selection import WRAPPERS
 
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "module")
-"""Parts that torch.compile, activation checkpointing, FSDP1, DeepSpeed and DDP put into names."""
 _OPTIMIZER = re.compile(r"(?:^|\.)(?:optim|optimizer|optimizers|opt)\w*\.(?:.*\.)?state\.(.+)\.(\w+)$")
 _EXTRA_STATE = re.compile(r"\._extra_state(?:/|$)")
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,18})")

@@ -19,8 +19,9 @@ from dcptool.formats.detect import (
     open_part,
     part_path,
 )
+from dcptool.selection import selects
 from dcptool.storage import Location, locate
-from dcptool.summary import CheckpointSummary, selects, summarize_checkpoint
+from dcptool.summary import CheckpointSummary, summarize_checkpoint
 from dcptool.verdict import State, Verdict
 from dcptool.verification import run_at, verify
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry
@@ -22,6 +21,7 @@ from dcptool.notes import notes
 from dcptool.pickles import plain
 from dcptool.placements import is_grid, layout
 from dcptool.regions import volume
+from dcptool.selection import selects
 
 MAX_VALUES = 2_000
 """Objects whose values are read for one summary; select with `keys` to see others."""
@@ -202,15 +202,6 @@ def _files(checkpoint: Checkpoint) -> tuple[FileSummary, ...]:
         rank = data_file_rank(name)
         found.append(FileSummary(name, checkpoint.files.get(name), rank, use.items, use.nbytes))
     return tuple(found)
-
-
-def selects(fqn: str, keys: Sequence[str], exclude: Sequence[str]) -> bool:
-    """Tell whether an entry is selected by names and globs; no keys select all."""
-    return (not keys or _matches(fqn, keys)) and not _matches(fqn, exclude)
-
-
-def _matches(fqn: str, globs: Sequence[str]) -> bool:
-    return any(fqn == pattern or fnmatchcase(fqn, pattern) for pattern in globs)
 
 
 def _tensor(entry: TensorEntry, shown: str, chunks: bool) -> TensorSummary:

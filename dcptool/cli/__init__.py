@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from dcptool import __version__
+from dcptool.cli.convert import convert
 from dcptool.cli.inspect import inspect
 from dcptool.cli.latest import latest
 from dcptool.cli.mark import mark
@@ -87,7 +88,7 @@ def _complain(message: str) -> None:
 @click.version_option(__version__, prog_name="dcptool")
 @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
 def main(debug: bool) -> None:
-    """Inspect, verify and tidy torch.distributed.checkpoint (DCP) directories.
+    """Inspect, verify, tidy and convert torch.distributed.checkpoint (DCP) directories.
 
     Reads without torch and never executes a pickle.
 
@@ -95,5 +96,5 @@ def main(debug: bool) -> None:
     """
 
 
-for command in (inspect, verify, latest, mark, prune):
+for command in (inspect, verify, latest, mark, prune, convert):
     main.add_command(command)

@@ -71,6 +71,17 @@ def require_parts(command: Command) -> Command:
     )(command)
 
 
+def also(command: Command) -> Command:
+    """Add --also."""
+    return click.option(
+        "--also",
+        multiple=True,
+        metavar="DIR",
+        type=click.Path(),
+        help="A folder with further files of the same save, such as another node's disk. Repeatable.",
+    )(command)
+
+
 def threads(command: Command) -> Command:
     """Add --threads."""
     return click.option(
@@ -87,6 +98,36 @@ def width() -> int:
     import shutil
 
     return shutil.get_terminal_size((PIPED_WIDTH, 40)).columns
+
+
+class Size(click.ParamType[int]):
+    """A number of bytes such as 5GB (5·10⁹) or 500MB."""
+
+    name = "size"
+    _UNITS: ClassVar[dict[str, int]] = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", str(value).upper())
+        nbytes = int(float(match[1]) * self._UNITS[match[2] or ""]) if match else 0
+        if nbytes < 1:
+            self.fail(f"{value!r} is no size; write 5GB or 500MB", param, ctx)
+        return nbytes
+
+
+class Pair(click.ParamType[tuple[str, str]]):
+    """OLD=NEW."""
+
+    name = "pair"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        old, equals, new = str(value).partition("=")
+        if not old or not equals or not new:
+            self.fail(f"{value!r} must be OLD=NEW", param, ctx)
+        return old, new
 
 
 def parts_of(text: str) -> tuple[str, ...]:

@@ -24,13 +24,7 @@ from dcptool.cli import options
     show_default=True,
     help="A folder without metadata that was written to this lately counts as being saved.",
 )
-@click.option(
-    "--also",
-    multiple=True,
-    metavar="DIR",
-    type=click.Path(),
-    help="A folder with further files of the same save, such as another node's disk. Repeatable.",
-)
+@options.also
 @options.threads
 @options.output
 def verify(

@@ -73,12 +73,13 @@ class Part(NamedTuple):
         return self.kind.startswith("DCP")
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], also: Sequence[str | os.PathLike[str]] = ()) -> Checkpoint:
     """Open the one checkpoint at a path without torch and without executing a pickle; only its metadata is read.
 
     Args:
         path: local path or fsspec URL of a DCP directory, a `.pt` file, a safetensors file, index or folder, or of a
             parent folder that holds exactly one checkpoint.
+        also: further folders whose files are taken as lying in the first, as node-local halves of one save.
 
     Returns:
         The checkpoint: a mapping from fqn to entries, with `read`, `read_torch` and `value`.
@@ -93,7 +94,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         >>> ckpt = dcptool.open("ckpt/step_500")
         >>> ckpt.read("model.embed.weight", offsets=(10, 0), sizes=(2, 4))
     """
-    location = locate(path)
+    location = locate(path, also)
     if location.file is not None:
         return open_part(location, "")
     parts = find_parts(location)

@@ -8,15 +8,28 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dcptool.errors import CheckpointNotFoundError, UnsupportedError
-from dcptool.storage.base import Entry, Storage, is_temporary, join, translated, walk
+from dcptool.storage.base import Entry, Sink, Storage, is_temporary, join, translated, walk
 from dcptool.storage.local import LocalStorage
 from dcptool.storage.remote import FsspecStorage
 from dcptool.storage.union import UnionStorage
 
-__all__ = ["Entry", "FsspecStorage", "LocalStorage", "Location", "Storage", "is_temporary", "join", "locate", "walk"]
+__all__ = [
+    "Entry",
+    "FsspecStorage",
+    "LocalStorage",
+    "Location",
+    "Sink",
+    "Storage",
+    "is_temporary",
+    "is_url",
+    "join",
+    "locate",
+    "storage_at",
+    "walk",
+]
 
 _URL_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
@@ -59,7 +72,7 @@ def locate(path: str | os.PathLike[str], also: Sequence[str | os.PathLike[str]] 
         raise CheckpointNotFoundError("the path is empty")
     if text.startswith("file://") and "::" not in text:
         text = text.removeprefix("file://")
-    if "://" in text or "::" in text:
+    if is_url(text):
         return _locate_url(text)
     if "\0" in text:
         raise CheckpointNotFoundError(f"{text!r} cannot be a path: it has a NUL character")
@@ -76,19 +89,42 @@ def locate(path: str | os.PathLike[str], also: Sequence[str | os.PathLike[str]] 
     return Location(LocalStorage(folder or "."), name)
 
 
-def _locate_url(url: str) -> Location:
+def is_url(path: str) -> bool:
+    """Tell whether a path is an fsspec URL; `file://` is a local path."""
+    return "::" in path or ("://" in path and not path.startswith("file://"))
+
+
+def storage_at(url: str) -> FsspecStorage:
+    """Return the storage of a URL's folder, there or not, to write to it.
+
+    Raises:
+        UnsupportedError: no library for that kind of URL is installed.
+    """
+    filesystem, path = _filesystem(url)
+    return FsspecStorage(filesystem, url.rstrip("/"), path)
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
-    protocol = url.split(":", 1)[0]
     try:
         with translated(url):
             filesystem, path = url_to_fs(url)
             filesystem.invalidate_cache()
-            found = filesystem.info(path)
     except (ImportError, ValueError) as error:
-        extra = _URL_EXTRAS.get(protocol)
+        extra = _URL_EXTRAS.get(url.split(":", 1)[0])
         hint = f"pip install 'dcptool[{extra}]'" if extra else "install the fsspec implementation of that protocol"
         raise UnsupportedError(f"{url}: {error}\n{hint}") from error
+    return filesystem, path
+
+
+def _locate_url(url: str) -> Location:
+    filesystem, path = _filesystem(url)
+    try:
+        with translated(url):
+            found = filesystem.info(path)
+    except (ImportError, ValueError) as error:
+        raise UnsupportedError(f"{url}: {error}") from error
     url = url if url.endswith("://") else url.rstrip("/")
     if found["type"] == "directory":
         return Location(FsspecStorage(filesystem, url, path), None)

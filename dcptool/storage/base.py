@@ -27,6 +27,23 @@ class Entry(NamedTuple):
     mtime: float | None = None
 
 
+class Sink(Protocol):
+    """A new file that is written front to back; on an object store it is not there until it is finished."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes.
+
+        Raises:
+            StorageError: they cannot be written, for example because the disk is full.
+        """
+
+    def finish(self) -> None:
+        """Make all of it last; errors as `write`."""
+
+    def abort(self) -> None:
+        """Give up; what was written is removed. Never raises."""
+
+
 class Storage(Protocol):
     """The files under `root`. Reading never changes anything; what writes says so in its name.
 
@@ -68,6 +85,13 @@ class Storage(Protocol):
 
         Raises:
             StorageError: it cannot be written; what was there before is unchanged.
+        """
+
+    def create(self, name: str) -> Sink:
+        """Begin a new file, with the folders above it.
+
+        Raises:
+            StorageError: it cannot be created, or is there already.
         """
 
     def delete(self, name: str) -> None:

@@ -128,6 +128,12 @@ class LocalStorage:
                 raise
             _sync_folder(os.path.dirname(path))
 
+    def create(self, name: str) -> LocalSink:
+        path = self._path(name)
+        with translated(path, StorageError):
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            return LocalSink(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+
     def delete(self, name: str) -> None:
         with suppress(CheckpointNotFoundError), translated(self._path(name)):
             os.unlink(self._path(name))
@@ -149,6 +155,32 @@ class LocalStorage:
 
     def __del__(self) -> None:
         self.close()
+
+
+class LocalSink:
+    """A new local file."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+
+    def write(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        with translated(self._path, StorageError):
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+
+    def finish(self) -> None:
+        with translated(self._path, StorageError):
+            try:
+                os.fsync(self._descriptor)
+            finally:
+                os.close(self._descriptor)
+
+    def abort(self) -> None:
+        with suppress(OSError):
+            os.close(self._descriptor)
+        with suppress(OSError):
+            os.unlink(self._path)
 
 
 def _sync_folder(path: str) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.storage.base import Entry, join, too_short, translated
 
+_PART_NBYTES = 32 << 20
+"""Bytes of one part of an upload; S3 takes 10,000 of them, so 320 GB a file."""
+
 
 class FsspecStorage:
     """A folder or key prefix behind an fsspec URL, such as `s3://bucket/run/step_500`."""
@@ -77,6 +80,14 @@ class FsspecStorage:
         with translated(self._shown(name), StorageError):
             self._filesystem.pipe_file(self._path(name), data)
 
+    def create(self, name: str) -> RemoteSink:
+        with translated(self._shown(name), StorageError):
+            if self._filesystem.exists(self._path(name)):
+                raise StorageError(f"{self._shown(name)} is there already")
+            self._filesystem.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+            opened = self._filesystem.open(self._path(name), "wb", block_size=_PART_NBYTES, autocommit=False)
+        return RemoteSink(self._shown(name), opened)
+
     def delete(self, name: str) -> None:
         with suppress(CheckpointNotFoundError), translated(self._shown(name)):
             self._filesystem.rm_file(self._path(name))
@@ -88,6 +99,28 @@ class FsspecStorage:
 
     def close(self) -> None:
         """Nothing is held open: every read is a request of its own."""
+
+
+class RemoteSink:
+    """A new object: uploaded in parts, and there only once all of them are."""
+
+    def __init__(self, shown: str, opened: Any) -> None:
+        self._shown, self._opened = shown, opened
+
+    def write(self, data: bytes | memoryview) -> None:
+        with translated(self._shown, StorageError):
+            self._opened.write(bytes(data))
+
+    def finish(self) -> None:
+        with translated(self._shown, StorageError):
+            self._opened.close()
+            self._opened.commit()
+
+    def abort(self) -> None:
+        with suppress(Exception):
+            self._opened.close()
+        with suppress(Exception):
+            self._opened.discard()
 
 
 def _written_at(item: dict[str, Any]) -> float | None:

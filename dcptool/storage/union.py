@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dcptool.errors import CheckpointNotFoundError, StorageError
-from dcptool.storage.base import Entry, Storage, join
+from dcptool.storage.base import Entry, Sink, Storage, join
 
 
 class UnionStorage:
@@ -53,6 +53,9 @@ class UnionStorage:
         return UnionStorage(tuple(storage.below(folder) for storage in self._storages))
 
     def write(self, name: str, data: bytes) -> None:
+        raise StorageError(f"{join(self.root, name)}: several folders are read as one; nothing is written there")
+
+    def create(self, name: str) -> Sink:
         raise StorageError(f"{join(self.root, name)}: several folders are read as one; nothing is written there")
 
     def delete(self, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from dcptool.storage.base import Entry, Storage
+from dcptool.storage.base import Entry, Sink, Storage
 
 _KEPT = 3
 """Reads that are kept: a piece loaded on purpose, and an item's head and tail."""
@@ -58,6 +58,9 @@ class Window:
 
     def write(self, name: str, data: bytes) -> None:
         self._storage.write(name, data)
+
+    def create(self, name: str) -> Sink:
+        return self._storage.create(name)
 
     def delete(self, name: str) -> None:
         self._storage.delete(name)

@@ -1,0 +1,81 @@
+"""`dcptool convert`."""
+
+from __future__ import annotations
+
+import click
+
+from dcptool.cli import options
+
+
+@click.command(epilog="Example: dcptool convert --to safetensors --keys 'model.*' ckpt/step_500 model.safetensors")
+@click.argument("source", metavar="SRC", type=click.Path())
+@click.argument("target", metavar="DST", type=click.Path())
+@click.option("--to", type=click.Choice(["torch", "safetensors", "dcp"]), required=True, help="Format of DST.")
+@options.selection
+@click.option("--strip-prefix", default="", metavar="P", help="Take this off the front of names.")
+@click.option("--add-prefix", default="", metavar="P", help="Put this in front of all names.")
+@click.option("--rename", multiple=True, type=options.Pair(), metavar="OLD=NEW", help="Rename an entry. Repeatable.")
+@click.option("--clean-names", is_flag=True, help="Take parts of wrappers (module, _orig_mod, …) out of names.")
+@click.option(
+    "--dtype", type=click.Choice(["float16", "bfloat16", "float32", "float64"]), help="Cast floating tensors to this."
+)
+@click.option(
+    "--max-shard-size", type=options.Size(), default="5GB", show_default=True, help="Of safetensors in a folder."
+)
+@click.option(
+    "--nesting", type=click.Choice(["auto", "flat"]), default="auto", show_default=True, help="Of dicts in a .pt file."
+)
+@click.option("--objects", type=click.Choice(["keep", "skip", "error"]), help="What to do with what is no tensor.")
+@options.also
+@options.threads
+@click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, write nothing.")
+@click.option("--skip-corrupt", is_flag=True, help="Check first, then leave damaged tensors out (exit 1).")
+@options.output
+def convert(
+    source: str,
+    target: str,
+    to: str,
+    keys: tuple[str, ...],
+    exclude: tuple[str, ...],
+    strip_prefix: str,
+    add_prefix: str,
+    rename: tuple[tuple[str, str], ...],
+    clean_names: bool,
+    dtype: str | None,
+    max_shard_size: int,
+    nesting: str,
+    objects: str | None,
+    also: tuple[str, ...],
+    threads: int | None,
+    overwrite: bool,
+    dry_run: bool,
+    skip_corrupt: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Convert a checkpoint to another format, at the speed of a copy and in constant memory.
+
+    SRC is a checkpoint of any format; DST a file (--to torch; --to safetensors if it ends in .safetensors) or a folder.
+    Every checksum of the source is checked on the way: one changed bit, and nothing is written.
+
+    Exits 1 if --skip-corrupt left something out.
+    """
+    from dcptool.cli.progress import bar
+    from dcptool.render.convert import conversion_json, conversion_lines, plan_text
+    from dcptool.rewrite import Options
+    from dcptool.rewrite import convert as convert_path
+    from dcptool.selection import Renaming
+
+    renaming = Renaming(strip_prefix, add_prefix, rename, clean_names, dtype)
+    chosen = Options(keys, exclude, renaming, max_shard_size, nesting, objects, threads, overwrite, skip_corrupt, also)
+    with bar(quiet) as progress:
+        done = convert_path(source, target, to, chosen, dry_run=dry_run, progress=progress)
+    if as_json and not quiet:
+        options.print_json(conversion_json(done))
+    elif not quiet:
+        notes, last = conversion_lines(done)
+        for line in notes:
+            click.echo(line, err=True)
+        click.echo(plan_text(done) if dry_run else last)
+    return 1 if done.corrupt else 0

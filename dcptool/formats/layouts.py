@@ -1,0 +1,128 @@
+"""Lay out the output of a conversion in the format that is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from dcptool.checkpoint import Checkpoint
+from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
+from dcptool.formats import safetensors_write
+from dcptool.formats.safetensors import SUFFIX
+from dcptool.model import Literal, OutputFile
+from dcptool.pickles import plain
+from dcptool.selection import SelectedObject, Selection
+
+OBJECTS_FILE = "objects.json"
+FORMATS = ("torch", "safetensors", "dcp")
+
+
+class Layout(NamedTuple):
+    """What is to be written.
+
+    Attributes:
+        files: in the order in which they are written.
+        is_file: whether the output is the one file, else a folder of them.
+        n_objects: objects that are kept.
+        skipped: fqns of those that are not.
+        notes: worth knowing, one sentence each.
+        validate: checks the written output at a path with a library that is not ours, where there is one.
+    """
+
+    files: tuple[OutputFile, ...]
+    is_file: bool
+    n_objects: int
+    skipped: tuple[str, ...]
+    notes: tuple[str, ...]
+    validate: Callable[[str], None]
+
+
+def lay_out(
+    checkpoint: Checkpoint,
+    selection: Selection,
+    to: str,
+    path: str,
+    objects: str | None,
+    nesting: str,
+    max_shard_nbytes: int,
+) -> Layout:
+    """Lay out a selection; arguments as in `rewrite.Options`.
+
+    Raises:
+        UnsupportedError: the format cannot hold something that is selected.
+        LayoutError: objects are selected and are an error.
+    """
+    if objects == "error" and selection.objects:
+        raise LayoutError(f"{len(selection.objects)} objects are selected, such as {selection.objects[0].name!r}")
+    if to == "safetensors":
+        return _safetensors(checkpoint, selection, path, objects or "skip", max_shard_nbytes)
+    raise UnsupportedError(f"--to {to} is not there yet; --to safetensors is")
+
+
+def _safetensors(
+    checkpoint: Checkpoint, selection: Selection, path: str, objects: str, max_shard_nbytes: int
+) -> Layout:
+    tensors = selection.tensors
+    safetensors_write.require_supported(tensors)
+    is_file = path.endswith(SUFFIX)
+    if is_file:
+        files = [safetensors_write.one_file(path.rpartition("/")[2], tensors)]
+    else:
+        files = safetensors_write.sharded(tensors, max_shard_nbytes)
+    notes = ["bytes are copied, no architecture is mapped: names and shapes are those of the source"]
+    if objects == "keep" and selection.objects:
+        if is_file:
+            raise LayoutError("objects are kept in a file beside the tensors: name a folder, not a .safetensors file")
+        files.append(_objects_file(checkpoint, selection.objects))
+        return Layout(tuple(files), False, len(selection.objects), (), tuple(notes), _open_all)
+    skipped = tuple(item.entry.fqn for item in selection.objects)
+    return Layout(tuple(files), is_file, 0, skipped, tuple(notes), _open_all)
+
+
+def _objects_file(checkpoint: Checkpoint, objects: Sequence[SelectedObject]) -> OutputFile:
+    """Return the objects as JSON; only plain values have such a form.
+
+    Raises:
+        UnsupportedError: one of them has none.
+    """
+    values = {}
+    for item in objects:
+        try:
+            values[item.name] = _plain(checkpoint.value(item.entry.fqn))
+        except (ValueError, UnsupportedError, ItemError) as error:
+            hint = f"Leave it out with --exclude {item.entry.fqn!r}, or all with --objects skip."
+            raise UnsupportedError(f"{item.entry.fqn!r} has no form in JSON: {error}\n{hint}") from error
+    text = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+    return OutputFile(OBJECTS_FILE, len(text), [Literal(text)])
+
+
+def _plain(value: object) -> object:
+    shown = plain.to_json(value)
+    if shown is None and value is not None:
+        raise ValueError(f"it is a {type(value).__name__}")
+    return shown
+
+
+def _open_all(path: str) -> None:
+    """Open safetensors output with the safetensors library.
+
+    Raises:
+        ItemError: it does not open.
+    """
+    import os
+
+    from safetensors import SafetensorError, safe_open
+
+    if "://" in path:
+        return
+    names = [path] if os.path.isfile(path) else [os.path.join(path, name) for name in sorted(os.listdir(path))]
+    for name in names:
+        if name.endswith((".json", ".pt")):
+            continue
+        try:
+            with safe_open(name, framework="np") as opened:
+                for key in opened.keys():  # noqa: SIM118
+                    opened.get_slice(key).get_shape()
+        except (SafetensorError, DcptoolError) as error:
+            raise ItemError(f"what was written is no safetensors file: {error}; this is a bug") from error

@@ -1,0 +1,191 @@
+"""Where output is put: under a temporary name until it is complete, then under its own, at once.
+
+Locally a temporary sibling whose name does not hold the target's (trainers' clean-up matches loosely), renamed at the
+end. An object store has no rename: there the names are final, and what makes a checkpoint complete is written last.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from dcptool.errors import DcptoolError, OutputExistsError, StorageError, UnsupportedError
+from dcptool.model import OutputFile
+from dcptool.storage import LocalStorage, Storage, is_temporary, is_url, join, locate, storage_at
+
+
+class Target:
+    """A place for output that is about to be written.
+
+    Attributes:
+        storage: where files are to be created.
+        path: where they will be once published.
+        is_file: whether the output is one file.
+    """
+
+    def __init__(self, storage: Storage, path: str, is_file: bool, temporary: str) -> None:
+        self.storage, self.path, self.is_file, self._temporary = storage, path, is_file, temporary
+
+    def named(self, files: Sequence[OutputFile]) -> list[OutputFile]:
+        """Return files under the names they are written under."""
+        if not self.is_file:
+            return list(files)
+        name = os.path.basename(self._temporary or self.path)
+        return [file._replace(name=name) for file in files]
+
+    @property
+    def written(self) -> str:
+        """Path of what has been written so far."""
+        return self._temporary or self.path
+
+    def publish(self, overwrite: bool) -> None:
+        """Give the output its name; what was there before is replaced at this moment, and not earlier.
+
+        Raises:
+            StorageError, OutputExistsError: it cannot be renamed; what was there before is unchanged.
+        """
+        if not self._temporary:
+            return
+        try:
+            if self.is_file:
+                if not overwrite and os.path.lexists(self.path):
+                    raise OutputExistsError(f"{self.path} is there already")
+                os.replace(self._temporary, self.path)
+            else:
+                self._swap(overwrite)
+        except OSError as error:
+            raise StorageError(f"{self.path}: {error.strerror or error}") from error
+        _sync(os.path.dirname(self.path) or ".")
+
+    def _swap(self, overwrite: bool) -> None:
+        _sync(self._temporary)
+        if not os.path.lexists(self.path) or not os.listdir(self.path):
+            os.rename(self._temporary, self.path)
+            return
+        if not overwrite:
+            raise OutputExistsError(f"{self.path} is there already")
+        old = temporary_beside(self.path)
+        os.rename(self.path, old)
+        try:
+            os.rename(self._temporary, self.path)
+        except OSError:
+            os.rename(old, self.path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Remove what has been written. Never raises."""
+        with suppress(OSError):
+            if self._temporary and self.is_file:
+                os.unlink(self._temporary)
+            elif self._temporary:
+                shutil.rmtree(self._temporary)
+
+
+@contextmanager
+def prepare(path: str, is_file: bool, nbytes: int, overwrite: bool, source: str) -> Iterator[Target]:
+    """Prepare a place for output; what was written is removed if the body raises.
+
+    Args:
+        path: local path or URL where the output shall be.
+        is_file: whether it is one file, else a folder.
+        nbytes: how much will be written.
+        overwrite: whether output that is there already may be replaced.
+        source: path of what is read, which the output must not touch.
+
+    Raises:
+        OutputExistsError: there is something already.
+        StorageError: there is not enough space, or the target is the source, in it, or around it.
+    """
+    _require_apart(path, source)
+    target = _remote(path, is_file, overwrite) if is_url(path) else _local(path, is_file, nbytes, overwrite)
+    try:
+        yield target
+    except BaseException:
+        target.discard()
+        raise
+
+
+def _local(path: str, is_file: bool, nbytes: int, overwrite: bool) -> Target:
+    path = path.rstrip("/") or path
+    there = os.path.lexists(path)
+    if there and is_file and os.path.isdir(path):
+        raise OutputExistsError(
+            f"{path} is a folder; the output is one file: name it, such as {join(path, 'model.pt')}"
+        )
+    if there and not is_file and not os.path.isdir(path):
+        raise OutputExistsError(f"{path} is a file; the output is a folder")
+    if there and not overwrite and (is_file or os.listdir(path)):
+        raise OutputExistsError(f"{path} is there already; --overwrite replaces it once the new one is complete")
+    parent = os.path.dirname(path) or "."
+    try:
+        os.makedirs(parent, exist_ok=True)
+        free = shutil.disk_usage(parent).free
+    except OSError as error:
+        raise StorageError(f"{parent}: {error.strerror or error}") from error
+    if nbytes > free:
+        raise StorageError(f"{parent} has {free:,} bytes free, {nbytes:,} are needed")
+    temporary = temporary_beside(path)
+    storage = LocalStorage(parent) if is_file else LocalStorage(temporary)
+    return Target(storage, path, is_file, temporary)
+
+
+def _remote(path: str, is_file: bool, overwrite: bool) -> Target:
+    path = path.rstrip("/")
+    folder = path.rpartition("/")[0] if is_file else path
+    storage = storage_at(folder)
+    there = _files_at(path)
+    if there and not overwrite:
+        raise OutputExistsError(f"{path} is there already; --overwrite replaces it")
+    for name in sorted(there, key=lambda name: not name.endswith(("_COMPLETE", ".metadata"))):
+        storage.delete(name)
+    return Target(storage, path, is_file, "")
+
+
+def _files_at(path: str) -> list[str]:
+    """Return the names of what is at a URL, relative to it or, for a file, to its folder."""
+    from dcptool.storage import walk
+
+    try:
+        location = locate(path)
+    except DcptoolError:
+        return []
+    return [location.file] if location.file else [entry.name for entry in walk(location.storage)]
+
+
+def _require_apart(path: str, source: str) -> None:
+    """Refuse a target that is the source, lies in it, or holds it."""
+    if is_url(path) != is_url(source):
+        return
+    ours, theirs = (text.rstrip("/") if is_url(text) else os.path.realpath(text) for text in (path, source))
+    if ours == theirs or theirs.startswith(f"{ours}/") or (ours.startswith(f"{theirs}/") and not _is_file(source)):
+        raise UnsupportedError(f"{path} is the source {source}, lies in it, or holds it; choose another place")
+
+
+def _is_file(source: str) -> bool:
+    return not is_url(source) and os.path.isfile(source)
+
+
+def temporary_beside(path: str) -> str:
+    """Return a name for temporary output in the folder of a path."""
+    return os.path.join(os.path.dirname(path) or ".", f".dcptool-{os.urandom(4).hex()}.tmp")
+
+
+def leftovers(path: str) -> list[str]:
+    """Return temporary output that earlier runs left beside a local path when they were killed."""
+    parent = os.path.dirname(path.rstrip("/")) or "."
+    try:
+        return [] if is_url(path) else sorted(join(parent, name) for name in os.listdir(parent) if is_temporary(name))
+    except OSError:
+        return []
+
+
+def _sync(folder: str) -> None:
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,49 @@
+"""What a conversion did, or would do, as text and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dcptool.render.text import nbytes, plural, shown, table
+from dcptool.render.verify import finding_json, finding_lines
+from dcptool.rewrite import Conversion
+
+SCHEMA = 1
+MAX_NAMED = 5
+
+
+def conversion_lines(conversion: Conversion) -> tuple[list[str], str]:
+    """Return what is worth knowing, for stderr, and the line that ends a conversion."""
+    notes = finding_lines(conversion.corrupt, "")
+    if conversion.corrupt:
+        notes.append("left out because of this: see above")
+    if conversion.skipped:
+        named = ", ".join(map(shown, conversion.skipped[:MAX_NAMED]))
+        more = ", …" if len(conversion.skipped) > MAX_NAMED else ""
+        notes.append(f"note: {plural(len(conversion.skipped), 'object')} left out: {named}{more}")
+    if conversion.n_cast:
+        notes.append(f"note: {plural(conversion.n_cast, 'tensor')} cast")
+    notes += [f"note: {shown(note)}" for note in conversion.notes]
+    rate = conversion.nbytes_out / max(conversion.seconds, 1e-9)
+    sizes = f"{nbytes(conversion.nbytes_in)} in, {nbytes(conversion.nbytes_out)} out"
+    counts = plural(conversion.n_tensors, "tensor")
+    if conversion.n_objects:
+        counts += f", {plural(conversion.n_objects, 'object')}"
+    return notes, f"{counts}, {sizes}, {conversion.seconds:.2f} s, {nbytes(int(rate))}/s: {shown(conversion.path)}"
+
+
+def plan_text(conversion: Conversion) -> str:
+    """Return the plan of a dry run: the files with their sizes, and their sums."""
+    rows = [[shown(name), f"{size:,}"] for name, size in conversion.files]
+    total = sum(size for _, size in conversion.files)
+    counts = f"{plural(conversion.n_tensors, 'tensor')}, {plural(conversion.n_objects, 'object')}"
+    summary = f"{shown(conversion.path)} would be {nbytes(total)} in {plural(len(rows), 'file')}: {counts}"
+    return f"{table(['file', 'bytes'], rows, right=(1,))}\n\n{summary}"
+
+
+def conversion_json(conversion: Conversion) -> dict[str, Any]:
+    """Return a conversion as plain data; the layout is documented in docs/json.md."""
+    fields = conversion._asdict()
+    fields["files"] = [{"name": name, "nbytes": size} for name, size in conversion.files]
+    fields["corrupt"] = [finding_json(finding) for finding in conversion.corrupt]
+    return {"schema": SCHEMA, **fields}

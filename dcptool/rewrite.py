@@ -1,0 +1,205 @@
+"""Convert: open, select, lay out, copy, look at the result, publish. What all conversions have in common."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dcptool.checkpoint import Checkpoint
+from dcptool.checks import Level, check
+from dcptool.copying import Progress, copy
+from dcptool.errors import ItemError, UnsupportedError
+from dcptool.findings import Finding, Severity
+from dcptool.formats.detect import open_checkpoint
+from dcptool.formats.layouts import Layout, lay_out
+from dcptool.publishing import leftovers, prepare
+from dcptool.selection import AS_IS, Renaming, Selection, select
+from dcptool.storage import join
+
+MAX_LISTED = 20
+
+
+class Options(NamedTuple):
+    """How a conversion is done.
+
+    Attributes:
+        keys, exclude: names or globs of what to take, and of what to leave out.
+        renaming: how names and dtypes change.
+        max_shard_nbytes: size of safetensors shards, in bytes.
+        nesting: "auto" to nest as the source's paths say, "flat" for one flat dict; of `.pt` files.
+        objects: "keep", "skip" or "error"; None for what the format does by itself.
+        threads: how many bands are read at the same time, None for the number of processors.
+        overwrite: replace output that is there, once the new one is complete.
+        skip_corrupt: leave out tensors that are damaged, after checking everything.
+        also: further folders that hold files of the source.
+    """
+
+    keys: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    renaming: Renaming = AS_IS
+    max_shard_nbytes: int = 5_000_000_000
+    nesting: str = "auto"
+    objects: str | None = None
+    threads: int | None = None
+    overwrite: bool = False
+    skip_corrupt: bool = False
+    also: tuple[str, ...] = ()
+
+
+DEFAULTS = Options()
+
+
+class Conversion(NamedTuple):
+    """What was written, or would be.
+
+    Attributes:
+        path: of the output.
+        files: name and bytes of each file.
+        n_tensors, n_objects: how many are in it.
+        nbytes_in, nbytes_out: bytes of the selected tensors' values in the source, and in the output.
+        seconds: wall time.
+        skipped: fqns of objects that were left out.
+        corrupt: what is damaged and was left out.
+        n_cast: tensors whose dtype changed.
+        notes: worth knowing, one sentence each.
+        published: whether it was written.
+    """
+
+    path: str
+    files: tuple[tuple[str, int], ...]
+    n_tensors: int
+    n_objects: int
+    nbytes_in: int
+    nbytes_out: int
+    seconds: float
+    skipped: tuple[str, ...]
+    corrupt: tuple[Finding, ...]
+    n_cast: int
+    notes: tuple[str, ...]
+    published: bool
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    options: Options = DEFAULTS,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Convert a checkpoint of any format to another one.
+
+    Args:
+        source: local path or URL of a checkpoint.
+        target: local path or URL of the output: a file for "torch"; a file if it ends in `.safetensors`, else a folder,
+            for "safetensors".
+        to: "safetensors" or "torch".
+        options: see `Options`.
+        dry_run: plan only, write nothing.
+        progress: told the bytes as they are written.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ItemError: the source is damaged; the message names tensor, file and bytes. Nothing is written.
+        LayoutError: nothing is selected, names collide, or a tensor has holes.
+        OutputExistsError: there is something at the target.
+        UnsupportedError: the format cannot hold something that is selected.
+        StorageError: the target cannot be written.
+
+    Example:
+        >>> dcptool.convert("ckpt/step_500", "model.safetensors", "safetensors", Options(keys=("model.*",)))
+    """
+    began = time.perf_counter()
+    checkpoint = open_checkpoint(source, options.also)
+    corrupt = _corrupt(checkpoint, options)
+    exclude = (*options.exclude, *{finding.fqn for finding in corrupt if finding.fqn})
+    selection = select(checkpoint, options.keys, exclude, options.renaming)
+    _require_sound(checkpoint, selection)
+    path = os.fspath(target)
+    layout = lay_out(checkpoint, selection, to, path, options.objects, options.nesting, options.max_shard_nbytes)
+    nbytes = sum(file.nbytes for file in layout.files)
+    if not dry_run:
+        with prepare(path, layout.is_file, nbytes, options.overwrite, checkpoint.path) as place:
+            threads = options.threads or os.cpu_count() or 1
+            report = copy(checkpoint, place.named(layout.files), place.storage, threads, progress)
+            if report.failures:
+                raise ItemError(_damaged(report.failures))
+            layout.validate(place.written)
+            _require_same(place.written, layout, selection)
+            place.publish(options.overwrite)
+    return Conversion(
+        path,
+        tuple((file.name, file.nbytes) for file in layout.files),
+        len(selection.tensors),
+        layout.n_objects,
+        sum(tensor.entry.nbytes for tensor in selection.tensors),
+        sum(tensor.nbytes for tensor in selection.tensors),
+        time.perf_counter() - began,
+        layout.skipped,
+        tuple(corrupt),
+        selection.n_cast,
+        (*layout.notes, *_leftover_notes(path)),
+        not dry_run,
+    )
+
+
+def _corrupt(checkpoint: Checkpoint, options: Options) -> list[Finding]:
+    """Return what is damaged, if it is to be left out."""
+    if not options.skip_corrupt:
+        return []
+    report = check(checkpoint, Level.DEEP, threads=options.threads)
+    damaged = [finding for finding in report.findings if finding.severity is Severity.ERROR]
+    lost = {finding.file for finding in damaged if finding.kind in ("missing-file", "short-file", "lfs-pointer")}
+    for fqn, entry in checkpoint.tensors.items():
+        files = lost.intersection(entry.chunks.files())
+        if files:
+            message = f"{fqn!r} has chunks in {', '.join(sorted(filter(None, files)))}"
+            damaged.append(Finding("lost-tensor", Severity.ERROR, message, fqn=fqn))
+    return damaged
+
+
+def _require_sound(checkpoint: Checkpoint, selection: Selection) -> None:
+    """Refuse a source whose metadata or files show that what is selected cannot be read."""
+    names = {tensor.entry.fqn for tensor in selection.tensors} | {item.entry.fqn for item in selection.objects}
+    files = {name for tensor in selection.tensors for name in tensor.entry.chunks.files()}
+    found = [
+        finding
+        for finding in check(checkpoint).findings
+        if finding.severity is Severity.ERROR and (finding.fqn in names or (not finding.fqn and finding.file in files))
+    ]
+    if found:
+        raise ItemError(_damaged(found))
+
+
+def _damaged(found: Sequence[Finding]) -> str:
+    listed = "\n".join(finding.message for finding in found[:MAX_LISTED])
+    more = f"\n… and {len(found) - MAX_LISTED:,} more" if len(found) > MAX_LISTED else ""
+    return f"the source is damaged, nothing was written:\n{listed}{more}\n--skip-corrupt leaves such tensors out."
+
+
+def _require_same(path: str, layout: Layout, selection: Selection) -> None:
+    """Open what was written and compare names, shapes, dtypes and bytes with what was meant."""
+    written = open_checkpoint(path)
+    meant = {tensor.name: (tensor.dtype, tensor.entry.shape) for tensor in selection.tensors}
+    found = {fqn: (entry.dtype, entry.shape) for fqn, entry in written.tensors.items()}
+    nbytes = sum(written.files.get(file.name, 0) for file in layout.files)
+    if found != meant or (not layout.is_file and nbytes != sum(file.nbytes for file in layout.files)):
+        different = sorted(set(meant.items()) ^ set(found.items()))[:1]
+        raise UnsupportedError(f"what was written does not open as what was meant: {different}; this is a bug")
+
+
+def _leftover_notes(path: str) -> list[str]:
+    left = leftovers(path)
+    return [f"{left[0]} is temporary output of a run that was killed; it can be deleted"] if left else []
+
+
+def planned_paths(conversion: Conversion) -> list[str]:
+    """Return the paths of the output's files."""
+    if len(conversion.files) == 1 and conversion.path.endswith(conversion.files[0][0]):
+        return [conversion.path]
+    return [join(conversion.path, name) for name, _ in conversion.files]

@@ -1,0 +1,146 @@
+"""Which entries of a checkpoint go where: selected by name, renamed, cast. Decides names and dtypes, copies nothing.
+
+Names change in this order: select, strip, add, rename.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from dcptool import dtypes
+from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry
+from dcptool.errors import LayoutError
+from dcptool.regions import volume
+
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "module")
+"""Parts that torch.compile, activation checkpointing, FSDP1, DeepSpeed and DDP put into names."""
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+MAX_LISTED = 12
+
+
+class Renaming(NamedTuple):
+    """How names and dtypes change.
+
+    Attributes:
+        strip_prefix: taken off names that begin with it.
+        add_prefix: put in front of all.
+        rename: (old, new) pairs of whole names.
+        clean_names: take parts of wrappers out of names.
+        dtype: what floating tensors are cast to; None to keep.
+    """
+
+    strip_prefix: str = ""
+    add_prefix: str = ""
+    rename: tuple[tuple[str, str], ...] = ()
+    clean_names: bool = False
+    dtype: str | None = None
+
+
+AS_IS = Renaming()
+
+
+class SelectedTensor(NamedTuple):
+    """A tensor of the output: its name there, where it comes from, its dtype there."""
+
+    name: str
+    entry: TensorEntry
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values in the output."""
+        return volume(self.entry.shape) * dtypes.lookup(self.dtype).itemsize
+
+
+class SelectedObject(NamedTuple):
+    """An object of the output: its name there, and where it comes from."""
+
+    name: str
+    entry: ObjectEntry
+
+
+class Selection(NamedTuple):
+    """What is to be written, in the order of the source."""
+
+    tensors: tuple[SelectedTensor, ...]
+    objects: tuple[SelectedObject, ...]
+    n_cast: int
+
+
+def select(
+    checkpoint: Checkpoint, keys: Sequence[str] = (), exclude: Sequence[str] = (), renaming: Renaming = AS_IS
+) -> Selection:
+    """Select, rename and cast.
+
+    Args:
+        checkpoint: an open checkpoint.
+        keys: names or shell globs on whole fqns, `*` crosses dots; none selects all.
+        exclude: names or globs of what to leave out.
+        renaming: see `Renaming`.
+
+    Raises:
+        LayoutError: nothing matches (the message lists what there is, with sizes), two entries would have one name, or
+            a name to rename is not there.
+    """
+    chosen = [fqn for fqn in checkpoint if selects(fqn, keys, exclude)]
+    if not chosen:
+        raise LayoutError(_nothing(checkpoint, keys, exclude))
+    names = {fqn: _renamed(fqn, renaming) for fqn in chosen}
+    missing = [old for old, _ in renaming.rename if old not in {_affixed(fqn, renaming) for fqn in chosen}]
+    if missing:
+        raise LayoutError(f"--rename {missing[0]}=…: no selected entry has this name")
+    sources: dict[str, str] = {}
+    for fqn, name in names.items():
+        if fqn and not name:
+            raise LayoutError(f"{fqn!r} would be left without a name")
+        if name in sources:
+            raise LayoutError(f"{sources[name]!r} and {fqn!r} would both be named {name!r}")
+        sources[name] = fqn
+    tensors, objects, n_cast = [], [], 0
+    for fqn in chosen:
+        entry = checkpoint[fqn]
+        if isinstance(entry, TensorEntry):
+            dtype = renaming.dtype if renaming.dtype and entry.dtype in _FLOATS else entry.dtype
+            n_cast += dtype != entry.dtype
+            tensors.append(SelectedTensor(names[fqn], entry, dtype))
+        else:
+            objects.append(SelectedObject(names[fqn], entry))
+    return Selection(tuple(tensors), tuple(objects), n_cast)
+
+
+def selects(fqn: str, keys: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Tell whether an entry is selected by names and globs; no keys select all."""
+    return (not keys or _matches(fqn, keys)) and not _matches(fqn, exclude)
+
+
+def _matches(fqn: str, globs: Sequence[str]) -> bool:
+    return any(fqn == pattern or fnmatchcase(fqn, pattern) for pattern in globs)
+
+
+def _affixed(fqn: str, renaming: Renaming) -> str:
+    if renaming.clean_names:
+        fqn = ".".join(part for part in fqn.split(".") if part not in WRAPPERS)
+    return renaming.add_prefix + fqn.removeprefix(renaming.strip_prefix)
+
+
+def _renamed(fqn: str, renaming: Renaming) -> str:
+    name = _affixed(fqn, renaming)
+    return dict(renaming.rename).get(name, name)
+
+
+def _nothing(checkpoint: Checkpoint, keys: Sequence[str], exclude: Sequence[str]) -> str:
+    """Say that nothing is selected, and what there is: the first parts of names with their bytes."""
+    if not len(checkpoint):
+        return f"{checkpoint.path} holds no entries"
+    if not keys:
+        return f"{checkpoint.path}: --exclude {' '.join(map(repr, exclude))} leaves nothing"
+    groups: dict[str, int] = {}
+    for fqn, entry in checkpoint.items():
+        top = fqn.partition(".")[0]
+        groups[top] = groups.get(top, 0) + (entry.nbytes if isinstance(entry, TensorEntry) else 0)
+    shown = sorted(groups.items(), key=lambda group: -group[1])
+    listed = ", ".join(f"{name!r} ({nbytes:,} bytes)" for name, nbytes in shown[:MAX_LISTED])
+    more = ", …" if len(shown) > MAX_LISTED else ""
+    return f"{checkpoint.path}: no entry matches {', '.join(map(repr, keys))}; names begin with {listed}{more}"
