@@ -79,6 +79,9 @@ class Source(Protocol):
     def edge_problem(self, item: Extent) -> str:
         """Say what a few bytes show to be wrong with the item of a chunk, or with the file around it; "" if nothing."""
 
+    def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
+        """Return an object's graph of stand-ins, freshly loaded, and the records of the storages in it, by key."""
+
     def over(self, storage: Storage) -> Source:
         """Return the same source reading from another storage of the same files."""
 

@@ -41,10 +41,14 @@ class Renaming(NamedTuple):
 AS_IS = Renaming()
 
 
+Path = tuple[str | int, ...]
+
+
 class SelectedTensor(NamedTuple):
-    """A tensor of the output: its name there, where it comes from, its dtype there."""
+    """A tensor of the output: its name and nested path there, where it comes from, its dtype there."""
 
     name: str
+    path: Path | None
     entry: TensorEntry
     dtype: str
 
@@ -55,18 +59,32 @@ class SelectedTensor(NamedTuple):
 
 
 class SelectedObject(NamedTuple):
-    """An object of the output: its name there, and where it comes from."""
+    """An object of the output: its name and nested path there, and where it comes from."""
 
     name: str
+    path: Path | None
     entry: ObjectEntry
 
 
 class Selection(NamedTuple):
     """What is to be written, in the order of the source."""
 
-    tensors: tuple[SelectedTensor, ...]
-    objects: tuple[SelectedObject, ...]
+    in_order: tuple[SelectedTensor | SelectedObject, ...]
     n_cast: int
+
+    @property
+    def tensors(self) -> tuple[SelectedTensor, ...]:
+        """The tensors alone."""
+        return tuple(item for item in self.in_order if isinstance(item, SelectedTensor))
+
+    @property
+    def objects(self) -> tuple[SelectedObject, ...]:
+        """The objects alone."""
+        return tuple(item for item in self.in_order if isinstance(item, SelectedObject))
+
+    def without_objects(self) -> Selection:
+        """Return the tensors as a selection."""
+        return Selection(self.tensors, self.n_cast)
 
 
 def select(
@@ -98,16 +116,18 @@ def select(
         if name in sources:
             raise LayoutError(f"{sources[name]!r} and {fqn!r} would both be named {name!r}")
         sources[name] = fqn
-    tensors, objects, n_cast = [], [], 0
+    items: list[SelectedTensor | SelectedObject] = []
+    n_cast = 0
     for fqn in chosen:
-        entry = checkpoint[fqn]
+        entry, name = checkpoint[fqn], names[fqn]
+        path = _path(entry.path, fqn, name, renaming)
         if isinstance(entry, TensorEntry):
             dtype = renaming.dtype if renaming.dtype and entry.dtype in _FLOATS else entry.dtype
             n_cast += dtype != entry.dtype
-            tensors.append(SelectedTensor(names[fqn], entry, dtype))
+            items.append(SelectedTensor(name, path, entry, dtype))
         else:
-            objects.append(SelectedObject(names[fqn], entry))
-    return Selection(tuple(tensors), tuple(objects), n_cast)
+            items.append(SelectedObject(name, path, entry))
+    return Selection(tuple(items), n_cast)
 
 
 def selects(fqn: str, keys: Sequence[str], exclude: Sequence[str]) -> bool:
@@ -121,13 +141,48 @@ def _matches(fqn: str, globs: Sequence[str]) -> bool:
 
 def _affixed(fqn: str, renaming: Renaming) -> str:
     if renaming.clean_names:
-        fqn = ".".join(part for part in fqn.split(".") if part not in WRAPPERS)
+        fqn = _cleaned(fqn)
     return renaming.add_prefix + fqn.removeprefix(renaming.strip_prefix)
 
 
 def _renamed(fqn: str, renaming: Renaming) -> str:
     name = _affixed(fqn, renaming)
     return dict(renaming.rename).get(name, name)
+
+
+def _path(path: Path | None, fqn: str, name: str, renaming: Renaming) -> Path | None:
+    """Return the nested path of an entry under its new name; a path that cannot follow the name becomes the name."""
+    if path is None or name == fqn:
+        return path
+    parts: list[str | int] = list(path)
+    if renaming.clean_names:
+        parts = [_cleaned(part) if isinstance(part, str) else part for part in parts]
+        parts = [part for part in parts if part != ""]
+    if renaming.strip_prefix:
+        parts = _stripped(parts, renaming.strip_prefix)
+    if renaming.add_prefix.endswith("."):
+        parts = [*renaming.add_prefix[:-1].split("."), *parts]
+    elif renaming.add_prefix and parts:
+        parts = [f"{renaming.add_prefix}{parts[0]}", *parts[1:]]
+    return tuple(parts) if ".".join(map(str, parts)) == name else (name,)
+
+
+def _stripped(parts: list[str | int], prefix: str) -> list[str | int]:
+    """Take a prefix of the joined name off the parts of a path."""
+    while parts and prefix:
+        first = str(parts[0])
+        if prefix.startswith(f"{first}."):
+            prefix = prefix[len(first) + 1 :]
+            parts = parts[1:]
+        elif first.startswith(prefix):
+            return [first[len(prefix) :], *parts[1:]]
+        else:
+            break
+    return parts
+
+
+def _cleaned(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def _nothing(checkpoint: Checkpoint, keys: Sequence[str], exclude: Sequence[str]) -> str:

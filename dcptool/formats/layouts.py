@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dcptool.checkpoint import Checkpoint
 from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
-from dcptool.formats import safetensors_write
+from dcptool.formats import safetensors_write, torch_save_write
 from dcptool.formats.safetensors import SUFFIX
 from dcptool.model import Literal, OutputFile
 from dcptool.pickles import plain
@@ -57,7 +57,21 @@ def lay_out(
         raise LayoutError(f"{len(selection.objects)} objects are selected, such as {selection.objects[0].name!r}")
     if to == "safetensors":
         return _safetensors(checkpoint, selection, path, objects or "skip", max_shard_nbytes)
+    kept = selection.without_objects() if objects == "skip" else selection
+    skipped = tuple(item.entry.fqn for item in selection.objects) if objects == "skip" else ()
+    if to == "torch":
+        notes = ["the source records no nesting: names are kept flat"] if _is_flat(kept) and nesting == "auto" else []
+        file = torch_save_write.one_file(checkpoint, path.rpartition("/")[2], kept, nesting == "flat")
+        return Layout((file,), True, len(kept.objects), skipped, tuple(notes), _nothing_to_check)
     raise UnsupportedError(f"--to {to} is not there yet; --to safetensors is")
+
+
+def _is_flat(selection: Selection) -> bool:
+    return all(item.path is None for item in selection.in_order)
+
+
+def _nothing_to_check(path: str) -> None:
+    return None
 
 
 def _safetensors(

@@ -46,6 +46,9 @@ class SafetensorsSource:
     def edge_problem(self, item: Extent) -> str:
         return ""  # all headers were read when it was opened
 
+    def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
+        raise UnsupportedError("safetensors holds no objects")
+
     def over(self, storage: Storage) -> SafetensorsSource:
         return SafetensorsSource(storage)
 

@@ -61,6 +61,14 @@ def _payload_of_root(root: Any, archive: TorchZip, item: Extent) -> Payload:
     return payload_of(view, archive, item)
 
 
+def storages(archive: TorchZip, item: Extent) -> dict[str, Record]:
+    """Return the records of a zip's storages, by key."""
+    archive.require_little_endian()
+    return {
+        record.name.removeprefix("data/"): record for record in archive.records(item) if record.name.startswith("data/")
+    }
+
+
 def decoded(root: Any, archive: TorchZip) -> Any:
     """Return an object of a zip's pickle in readable form, with the values of small tensors in it."""
 

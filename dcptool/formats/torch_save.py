@@ -19,6 +19,7 @@ from dcptool.formats import torch_items
 from dcptool.formats.torch_zip import TorchZip
 from dcptool.model import Chunk, Examined, Extent, Payload, Record
 from dcptool.pickles import inert, plain
+from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Global, Node, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
 from dcptool.regions import is_contiguous, volume
@@ -52,6 +53,13 @@ class TorchSaveSource:
 
     def edge_problem(self, item: Extent) -> str:
         return ""  # all headers were read when it was opened
+
+    def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
+        return inert.load(emit(self.values[entry.fqn], 4)), self._storages  # a copy: who asks for it may change it
+
+    @cached_property
+    def _storages(self) -> dict[str, Record]:
+        return torch_items.storages(self._archive, self._item)
 
     def over(self, storage: Storage) -> TorchSaveSource:
         other = copy.copy(self)

@@ -76,21 +76,29 @@ class DcpSource:
             return "the item does not end where the metadata says; " + _OTHER_SAVE
         return ""
 
+    def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
+        if entry.item is None:
+            raise ItemError("the metadata has no place for it")
+        archive = self._object_archive(entry.item)
+        return inert.load(archive.content("data.pkl")), torch_items.storages(archive, entry.item)
+
     def over(self, storage: Storage) -> DcpSource:
         return DcpSource(storage)
 
     def value(self, entry: ObjectEntry) -> Any:
-        item = entry.item
-        if item is None:
+        if entry.item is None:
             raise ItemError("the metadata has no place for it")
+        archive = self._object_archive(entry.item)
+        if archive.nbytes > MAX_VALUE_NBYTES:
+            raise UnsupportedError(f"an object of {archive.nbytes:,} bytes is too large to show")
+        return torch_items.decoded(inert.load(archive.content("data.pkl")), archive)
+
+    def _object_archive(self, item: Extent) -> TorchZip:
         nbytes = self._nbytes(item, MAX_VALUE_NBYTES // 4)
-        if nbytes > MAX_VALUE_NBYTES:
-            raise UnsupportedError(f"an object of {nbytes:,} bytes is too large to show")
         start = self._read(item, 0, min(nbytes, _START_NBYTES))
         if not start.startswith(_ZIP):
             raise ItemError(_no_zip(start))
-        archive = TorchZip(lambda at, n: self._read(item, at, n), nbytes)
-        return torch_items.decoded(inert.load(archive.content("data.pkl")), archive)
+        return TorchZip(lambda at, n: self._read(item, at, n), nbytes)
 
     def read_into(self, record: Record, byte_offset: int, out: memoryview) -> None:
         item = record.item
