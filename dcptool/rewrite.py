@@ -96,8 +96,8 @@ def convert(
     Args:
         source: local path or URL of a checkpoint.
         target: local path or URL of the output: a file for "torch"; a file if it ends in `.safetensors`, else a folder,
-            for "safetensors".
-        to: "safetensors" or "torch".
+            for "safetensors"; a folder for "dcp".
+        to: "safetensors", "torch" or "dcp".
         options: see `Options`.
         dry_run: plan only, write nothing.
         progress: told the bytes as they are written.
@@ -123,19 +123,22 @@ def convert(
     _require_sound(checkpoint, selection)
     path = os.fspath(target)
     layout = lay_out(checkpoint, selection, to, path, options.objects, options.nesting, options.max_shard_nbytes)
-    nbytes = sum(file.nbytes for file in layout.files)
+    every = (*layout.files, *layout.last)
+    nbytes = sum(file.nbytes for file in every)
     if not dry_run:
         with prepare(path, layout.is_file, nbytes, options.overwrite, checkpoint.path) as place:
             threads = options.threads or os.cpu_count() or 1
             report = copy(checkpoint, place.named(layout.files), place.storage, threads, progress)
             if report.failures:
                 raise ItemError(_damaged(report.failures))
+            for file in layout.last:
+                copy(checkpoint, [file], place.storage, 1, progress)
             layout.validate(place.written)
             _require_same(place.written, layout, selection)
             place.publish(options.overwrite)
     return Conversion(
         path,
-        tuple((file.name, file.nbytes) for file in layout.files),
+        tuple((file.name, file.nbytes) for file in every),
         len(selection.tensors),
         layout.n_objects,
         sum(tensor.entry.nbytes for tensor in selection.tensors),
@@ -188,9 +191,9 @@ def _require_same(path: str, layout: Layout, selection: Selection) -> None:
     written = open_checkpoint(path)
     meant = Counter((tensor.dtype, tensor.entry.shape) for tensor in selection.tensors)
     found = Counter((entry.dtype, entry.shape) for entry in written.tensors.values())
-    nbytes = sum(written.files.get(file.name, 0) for file in layout.files)
+    different = [file for file in layout.files if not layout.is_file and written.files.get(file.name) != file.nbytes]
     # Objects of a `.pt` file may hold tensors too.
-    if meant - found or (not layout.is_file and nbytes != sum(file.nbytes for file in layout.files)):
+    if meant - found or different:
         raise ItemError(f"what was written does not open as what was meant: {meant - found}; this is a bug")
 
 

@@ -14,14 +14,16 @@ from tests.conftest import ROOT
 
 ORDER = (
     "errors dtypes model regions findings storage.base storage.local storage.remote storage.union storage "
-    "storage.window pickles.standins pickles.opcodes pickles.machine pickles.inert pickles.tensors pickles.plain "
-    "fill chunks cover checkpoint formats.torch_zip formats.torch_items formats.safetensors_header formats.dcp.tokens "
-    "formats.dcp.tensor_runs formats.dcp.bulk formats.dcp.metadata formats.dcp.build formats.dcp.items "
-    "formats.dcp.reader formats.torch_save formats.safetensors steps formats.detect marker placements "
-    "checks.families checks.files checks.extents checks.paths checks.copies checks.items checks names notes "
-    "runs summary verdict torch_load verification newest marking retention overview render.text render.folding "
-    "render.inspect render.verify cli.options cli.progress cli.inspect cli.verify cli.latest cli.mark cli.prune cli "
-    "__main__ "
+    "storage.window publishing pickles.standins pickles.opcodes pickles.machine pickles.inert pickles.emit "
+    "pickles.tensors pickles.plain fill chunks cover checkpoint selection reading copying formats.torch_zip "
+    "formats.torch_items formats.safetensors_header formats.dcp.tokens formats.dcp.tensor_runs formats.dcp.bulk "
+    "formats.dcp.metadata formats.dcp.build formats.dcp.items formats.dcp.reader formats.torch_save "
+    "formats.safetensors steps formats.detect marker formats.torch_graphs formats.torch_zip_write "
+    "formats.torch_save_write formats.safetensors_write formats.dcp.write formats.layouts placements "
+    "checks.families checks.files checks.extents checks.paths checks.copies checks.items checks names notes runs "
+    "summary verdict torch_load verification newest marking retention rewrite overview render.text render.folding "
+    "render.inspect render.verify render.convert cli.options cli.progress cli.inspect cli.verify cli.latest "
+    "cli.mark cli.prune cli.convert cli __main__ "
 ).split()
 HEAVY = {"torch", "numpy", "ml_dtypes", "fsspec", "zstandard", "s3fs", "safetensors"}
 MODULES = sorted((ROOT / "dcptool").rglob("*.py"))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dcptool.checkpoint import Checkpoint
 from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
 from dcptool.formats import safetensors_write, torch_save_write
+from dcptool.formats.dcp import write as dcp_write
 from dcptool.formats.safetensors import SUFFIX
 from dcptool.model import Literal, OutputFile
 from dcptool.pickles import plain
@@ -22,12 +23,13 @@ class Layout(NamedTuple):
     """What is to be written.
 
     Attributes:
-        files: in the order in which they are written.
+        files: what may be written in any order.
         is_file: whether the output is the one file, else a folder of them.
         n_objects: objects that are kept.
         skipped: fqns of those that are not.
         notes: worth knowing, one sentence each.
         validate: checks the written output at a path with a library that is not ours, where there is one.
+        last: files that are written after all others, in order: what makes the output complete.
     """
 
     files: tuple[OutputFile, ...]
@@ -36,6 +38,7 @@ class Layout(NamedTuple):
     skipped: tuple[str, ...]
     notes: tuple[str, ...]
     validate: Callable[[str], None]
+    last: tuple[OutputFile, ...] = ()
 
 
 def lay_out(
@@ -63,7 +66,16 @@ def lay_out(
         notes = ["the source records no nesting: names are kept flat"] if _is_flat(kept) and nesting == "auto" else []
         file = torch_save_write.one_file(checkpoint, path.rpartition("/")[2], kept, nesting == "flat")
         return Layout((file,), True, len(kept.objects), skipped, tuple(notes), _nothing_to_check)
-    raise UnsupportedError(f"--to {to} is not there yet; --to safetensors is")
+    if to == "dcp":
+        if checkpoint.format == "torch_save":
+            empty = {item.entry.fqn for item in kept.objects if checkpoint.value(item.entry.fqn) == {}}
+            notes = [f"{len(empty)} empty dicts are left out, as torch does"] if empty else []
+            kept = kept._replace(in_order=tuple(item for item in kept.in_order if item.entry.fqn not in empty))
+        else:
+            notes = []
+        files, last, more = dcp_write.lay_out_dcp(checkpoint, kept, path)
+        return Layout(files, False, len(kept.objects), skipped, (*notes, *more), _nothing_to_check, last)
+    raise UnsupportedError(f"there is no format {to!r}; there are {', '.join(FORMATS)}")
 
 
 def _is_flat(selection: Selection) -> bool:

@@ -1,0 +1,227 @@
+"""Lay out a DCP directory: data files of torch.save zips back to back, `.metadata`, and dcptool's marker.
+
+From a DCP checkpoint boxes and ranks are kept; from any other format one rank holds everything whole.
+
+Source: torch 2.13, distributed/checkpoint/metadata.py, filesystem.py and default_planner.py, for the records, the names
+of files and what is written into them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+from dcptool import dtypes
+from dcptool.checkpoint import Checkpoint
+from dcptool.errors import LayoutError
+from dcptool.formats.dcp.reader import METADATA, data_file_rank
+from dcptool.formats.torch_graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
+from dcptool.formats.torch_zip_write import Member, lay_out_zip
+from dcptool.marker import NAME, Marker
+from dcptool.model import Fill, Ints, Literal, OutputFile, Part, Verbatim
+from dcptool.pickles.emit import call, emit, new, ref
+from dcptool.pickles.standins import Node
+from dcptool.regions import Box, volume
+from dcptool.selection import SelectedObject, SelectedTensor, Selection
+from dcptool.steps import step_number
+
+_RECORDS = "torch.distributed.checkpoint.metadata"
+_PLANS = "all_local_plans"
+"""Megatron's attribute that describes the plans of the save that was read; it would be wrong for this one."""
+
+
+class Place(NamedTuple):
+    """Where an item will be, in bytes of its file; `offsets` is None for an object."""
+
+    name: str
+    offsets: Ints | None
+    file: str
+    byte_offset: int
+    nbytes: int
+
+
+class DcpLayout(NamedTuple):
+    """A DCP directory: data files, then what makes it complete, in the order in which it is to be written."""
+
+    files: tuple[OutputFile, ...]
+    last: tuple[OutputFile, ...]
+    notes: tuple[str, ...]
+
+
+def lay_out_dcp(checkpoint: Checkpoint, selection: Selection, path: str, writer: str = "convert") -> DcpLayout:
+    """Lay out a selection.
+
+    Args:
+        checkpoint: the source.
+        selection: what goes in.
+        path: where it will be, which `.metadata` records.
+        writer: what the marker names.
+
+    Raises:
+        LayoutError: two entries of a `.pt` file have one name once keys are text.
+        ItemError: an object of the source is damaged.
+    """
+    _require_distinct(checkpoint, selection)
+    items = _placed_items(checkpoint, selection)
+    files, places = [], []
+    for name in _file_names(checkpoint, items):
+        file, found = _data_file(checkpoint, name, items.get(name, []))
+        files.append(file)
+        places += found
+    save_id = str(uuid.uuid4())
+    metadata = emit(_metadata(checkpoint, selection, places, path, save_id), 4)
+    ranks = [rank for file in files if (rank := data_file_rank(file.name)) is not None]
+    marker = Marker(
+        NAME,
+        writer,
+        step_number(path.rstrip("/").rpartition("/")[2]),
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        max(ranks, default=0) + 1,
+        save_id=save_id,
+        metadata_sha256={METADATA: hashlib.sha256(metadata).hexdigest()},
+        files={**{file.name: file.nbytes for file in files}, METADATA: len(metadata)},
+    ).document()
+    last = (
+        OutputFile(METADATA, len(metadata), [Literal(metadata)]),
+        OutputFile(NAME, len(marker), [Literal(marker)]),
+    )
+    notes = (
+        [f"{_PLANS} of the source's metadata is left out: it describes that save"] if _PLANS in checkpoint.extra else []
+    )
+    return DcpLayout(tuple(files), last, tuple(notes))
+
+
+def _require_distinct(checkpoint: Checkpoint, selection: Selection) -> None:
+    names = {item.entry.fqn for item in selection.in_order}
+    for problem in checkpoint.problems:
+        if problem.kind == "duplicate-name" and problem.fqn in names:
+            raise LayoutError(f"{problem.message}\nDCP names entries by text: rename one of the keys in the source.")
+
+
+_Item = tuple[SelectedTensor | SelectedObject, Box | None]
+
+
+def _placed_items(checkpoint: Checkpoint, selection: Selection) -> dict[str, list[_Item]]:
+    """Return for each data file its items in order; the boxes and the order of a DCP source are kept."""
+    if checkpoint.format != "dcp":
+        whole = [(item, _whole(item)) for item in selection.in_order]
+        return {"__0_0.distcp": whole}
+    found: dict[str, list[tuple[int, int, _Item]]] = {}
+    for index, item in enumerate(selection.in_order):
+        if isinstance(item, SelectedObject):
+            if item.entry.item:
+                place = (item.entry.item.byte_offset, index, (item, None))
+                found.setdefault(item.entry.item.file, []).append(place)
+            continue
+        for chunk in item.entry.chunks:
+            if chunk.item:
+                box = (chunk.offsets, chunk.sizes)
+                found.setdefault(chunk.item.file, []).append((chunk.item.byte_offset, index, (item, box)))
+    return {file: [item for *_, item in sorted(rows, key=lambda row: row[:2])] for file, rows in found.items()}
+
+
+def _whole(item: SelectedTensor | SelectedObject) -> Box | None:
+    if isinstance(item, SelectedObject):
+        return None
+    return (0,) * len(item.entry.shape), item.entry.shape
+
+
+def _file_names(checkpoint: Checkpoint, items: Mapping[str, Sequence[_Item]]) -> list[str]:
+    """Return the names of data files: those with items, and the empty ones of idle ranks."""
+    idle = [name for name in checkpoint.usage if name not in items] if checkpoint.format == "dcp" else []
+    empty = [name for name, nbytes in checkpoint.files.items() if not nbytes and data_file_rank(name) is not None]
+    return sorted({*items, *idle, *empty}, key=lambda name: (data_file_rank(name) or 0, name))
+
+
+def _data_file(checkpoint: Checkpoint, name: str, items: Sequence[_Item]) -> tuple[OutputFile, list[Place]]:
+    parts: list[Part] = []
+    places: list[Place] = []
+    position = slot = 0
+    for item, box in items:
+        members = _tensor_members(item, box) if isinstance(item, SelectedTensor) else _object_members(checkpoint, item)
+        more, nbytes = lay_out_zip(members, slot)
+        parts += more
+        places.append(Place(item.name, box[0] if box else None, name, position, nbytes))
+        position += nbytes
+        slot += sum(not isinstance(member.part, Literal) for member in members)
+    return OutputFile(name, position, parts), places
+
+
+def _tensor_members(item: SelectedTensor, box: Box | None) -> list[Member]:
+    offsets, sizes = box or ((), ())
+    nbytes = volume(sizes) * dtypes.lookup(item.dtype).itemsize
+    return [
+        Member("data.pkl", Literal(emit(tensor_node(item.dtype, sizes, "0"), 2))),
+        Member("data/0", Fill(item.entry.fqn, offsets, sizes, item.dtype, nbytes)),
+        *(Member(name, Literal(content)) for name, content in TAIL),
+    ]
+
+
+def _object_members(checkpoint: Checkpoint, item: SelectedObject) -> list[Member]:
+    keys = Keys()
+    root = rekey(ObjectGraph(*checkpoint.source.graph(item.entry)), keys)
+    return [
+        Member("data.pkl", Literal(emit(root, 2))),
+        *(Member(f"data/{key}", Verbatim(record)) for key, record in keys.records.items()),
+        *(Member(name, Literal(content)) for name, content in TAIL),
+    ]
+
+
+def _metadata(checkpoint: Checkpoint, selection: Selection, places: Sequence[Place], path: str, save_id: str) -> Node:
+    """Return the graph of `.metadata`."""
+    layout = call("torch.serialization._get_layout", "torch.strided")
+    memory_format = call(f"{_RECORDS}._MEM_FORMAT_ENCODING", 0)
+    state: dict[str, Node] = {}
+    for item in selection.in_order:
+        if isinstance(item, SelectedObject):
+            state[item.name] = new(f"{_RECORDS}.BytesStorageMetadata")
+            continue
+        properties = new(
+            f"{_RECORDS}.TensorProperties", (ref(f"torch.{item.dtype}"), layout, False, memory_format, False)
+        )
+        boxes = list(item.entry.chunks.boxes()) if checkpoint.format == "dcp" else [_whole(item)]
+        chunks = [
+            new(f"{_RECORDS}.ChunkStorageMetadata", {"offsets": _size(box[0]), "sizes": _size(box[1])})
+            for box in boxes
+            if box
+        ]
+        fields = {"properties": properties, "size": _size(item.entry.shape), "chunks": chunks}
+        state[item.name] = new(f"{_RECORDS}.TensorStorageMetadata", fields)
+    paths = {item.name: item.path for item in selection.in_order}
+    nested = any(found is not None for found in paths.values())
+    planner_data = {name: found or (name,) for name, found in paths.items()} if nested else None
+    storage_meta: dict[str, Any] = {"checkpoint_id": path, "save_id": save_id, "load_id": None, "modules": []}
+    whole: dict[str, Any] = {
+        "state_dict_metadata": state,
+        "planner_data": planner_data,
+        "storage_data": _storage_data(places),
+        "storage_meta": new(f"{_RECORDS}.StorageMeta", storage_meta),
+        "version": "1.0.0",
+        **{name: value for name, value in checkpoint.extra.items() if name != _PLANS},
+    }
+    return new(f"{_RECORDS}.Metadata", whole)
+
+
+def _storage_data(places: Sequence[Place]) -> dict[Node, Node]:
+    counts: dict[str, int] = {}
+    found = {}
+    for place in places:
+        index = counts[place.name] = counts.get(place.name, -1) + 1
+        offset = None if place.offsets is None else _size(place.offsets)
+        key = {"fqn": place.name, "offset": offset, "index": None if offset is None else index}
+        info = {
+            "relative_path": place.file,
+            "offset": place.byte_offset,
+            "length": place.nbytes,
+            "transform_descriptors": None,
+        }
+        where = new("torch.distributed.checkpoint.filesystem._StorageInfo", info)
+        found[new(f"{_RECORDS}.MetadataIndex", key)] = where
+    return found
+
+
+def _size(numbers: Ints) -> Node:
+    return call("torch.Size", tuple(numbers))
