@@ -15,8 +15,8 @@ from dcptool.errors import ItemError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import open_checkpoint
 from dcptool.formats.layouts import Layout, lay_out
-from dcptool.publishing import leftovers, prepare
-from dcptool.selection import AS_IS, Renaming, Selection, select
+from dcptool.publishing import Target, leftovers, prepare
+from dcptool.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.storage import join
 
 MAX_LISTED = 20
@@ -120,7 +120,7 @@ def convert(
     corrupt = _corrupt(checkpoint, options)
     exclude = (*options.exclude, *{finding.fqn for finding in corrupt if finding.fqn})
     selection = select(checkpoint, options.keys, exclude, options.renaming)
-    _require_sound(checkpoint, selection)
+    _require_sound(checkpoint, selection, options)
     path = os.fspath(target)
     layout = lay_out(checkpoint, selection, to, path, options.objects, options.nesting, options.max_shard_nbytes)
     every = (*layout.files, *layout.last)
@@ -134,7 +134,7 @@ def convert(
             for file in layout.last:
                 copy(checkpoint, [file], place.storage, 1, progress)
             layout.validate(place.written)
-            _require_same(place.written, layout, selection)
+            _require_same(place, layout, selection)
             place.publish(options.overwrite)
     return Conversion(
         path,
@@ -167,15 +167,21 @@ def _corrupt(checkpoint: Checkpoint, options: Options) -> list[Finding]:
     return damaged
 
 
-def _require_sound(checkpoint: Checkpoint, selection: Selection) -> None:
-    """Refuse a source whose metadata or files show that what is selected cannot be read."""
+def _require_sound(checkpoint: Checkpoint, selection: Selection, options: Options) -> None:
+    """Refuse a source whose metadata or files show that what is selected is not all there."""
     names = {tensor.entry.fqn for tensor in selection.tensors} | {item.entry.fqn for item in selection.objects}
     files = {name for tensor in selection.tensors for name in tensor.entry.chunks.files()}
-    found = [
-        finding
-        for finding in check(checkpoint).findings
-        if finding.severity is Severity.ERROR and (finding.fqn in names or (not finding.fqn and finding.file in files))
-    ]
+    files |= {item.entry.item.file for item in selection.objects if item.entry.item}
+
+    def matters(finding: Finding) -> bool:
+        if finding.fqn in checkpoint:
+            return finding.fqn in names
+        if finding.fqn:  # a tensor that should be there
+            return not options.skip_corrupt and selects(finding.fqn, options.keys, options.exclude)
+        return finding.file not in checkpoint.usage or finding.file in files
+
+    errors = [finding for finding in check(checkpoint).findings if finding.severity is Severity.ERROR]
+    found = [finding for finding in errors if matters(finding)]
     if found:
         raise ItemError(_damaged(found))
 
@@ -186,15 +192,16 @@ def _damaged(found: Sequence[Finding]) -> str:
     return f"the source is damaged, nothing was written:\n{listed}{more}\n--skip-corrupt leaves such tensors out."
 
 
-def _require_same(path: str, layout: Layout, selection: Selection) -> None:
+def _require_same(place: Target, layout: Layout, selection: Selection) -> None:
     """Open what was written and compare shapes, dtypes and bytes with what was meant."""
-    written = open_checkpoint(path)
+    written = open_checkpoint(place.written)
     meant = Counter((tensor.dtype, tensor.entry.shape) for tensor in selection.tensors)
     found = Counter((entry.dtype, entry.shape) for entry in written.tensors.values())
-    different = [file for file in layout.files if not layout.is_file and written.files.get(file.name) != file.nbytes]
+    different = [file.name for file in place.named(layout.files) if place.storage.size(file.name) != file.nbytes]
     # Objects of a `.pt` file may hold tensors too.
     if meant - found or different:
-        raise ItemError(f"what was written does not open as what was meant: {meant - found}; this is a bug")
+        what = [*(meant - found), *different][:3]
+        raise ItemError(f"what was written does not open as what was meant: {what}; this is a bug")
 
 
 def _leftover_notes(path: str) -> list[str]:
