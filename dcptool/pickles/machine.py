@@ -218,10 +218,10 @@ class Machine:
             module, position = self._line(position)
             name, position = self._line(position)
             found = self._global(module.decode(), name.decode())
-            push(found if opcode == 0x63 else self._new(found, tuple(self._pop_mark())))
+            push(found if opcode == 0x63 else self._old_instance(found, self._pop_mark()))
         elif opcode == 0x6F:  # OBJ
             kind, *args = self._pop_mark()
-            push(self._new(kind, tuple(args)))
+            push(self._old_instance(kind, args))
         elif opcode == 0x6C:  # LIST
             push(self._pop_mark())
         elif opcode == 0x64:  # DICT
@@ -245,7 +245,7 @@ class Machine:
             if self.marks and self.marks[-1] == len(stack):
                 self.marks.pop()
             else:
-                stack.pop()
+                self._drop(stack.pop(), called=self.data[position - 2] == 0x52)
         elif opcode == 0x31:  # POP_MARK
             self._pop_mark()
         elif opcode == 0x32:  # DUP
@@ -304,11 +304,23 @@ class Machine:
         return Node(function, args, True)
 
     def _new(self, function: Any, args: Any, kwargs: Any = None) -> Node:
-        if not isinstance(function, Global) or not isinstance(args, tuple):
+        is_class = isinstance(function, Global) or (isinstance(function, Node) and function.called)
+        if not is_class or not isinstance(args, tuple):
             raise TypeError("an instance is made of something that is no class")
         if kwargs is not None and not isinstance(kwargs, dict):
             raise TypeError("keyword arguments are no dict")
         return Node(function, args, False, kwargs)
+
+    def _old_instance(self, function: Any, args: list[Any]) -> Any:
+        """Make an instance as Python 2 did: its class is called, but without arguments only `__new__` is."""
+        return self._call(function, tuple(args)) if args else self._new(function, ())
+
+    def _drop(self, value: Any, called: bool) -> None:
+        """Drop a value; a call just made on what lies below it, as pickle calls state setters, is kept there."""
+        below = self.stack[-1] if self.stack else None
+        if called and isinstance(value, Node) and isinstance(below, Node) and value.args and value.args[0] is below:
+            below.dropped = below.dropped or []
+            below.dropped.append(value)
 
     @staticmethod
     def _node(value: Any) -> Node:

@@ -35,9 +35,10 @@ class Node:
         state: what BUILD was given, None if it was not.
         items: (key, value) pairs set on it, None if none were.
         appended: values appended to it, None if none were.
+        dropped: calls made on it whose results were dropped, as those of state setters are; None if none were.
     """
 
-    __slots__ = ("appended", "args", "called", "function", "items", "kwargs", "state")
+    __slots__ = ("appended", "args", "called", "dropped", "function", "items", "kwargs", "state")
 
     def __init__(
         self, function: Any, args: tuple[Any, ...], called: bool, kwargs: dict[str, Any] | None = None
@@ -46,6 +47,7 @@ class Node:
         self.state: Any = None
         self.items: list[tuple[Any, Any]] | None = None
         self.appended: list[Any] | None = None
+        self.dropped: list[Node] | None = None
 
     def __repr__(self) -> str:
         return f"<{qualified_name(self)}>"
