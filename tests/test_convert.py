@@ -434,6 +434,36 @@ def test_from_and_to_an_object_store(s3_url, tmp_path):
         convert(f"{s3_url}/step_1", f"{s3_url}/step_2", "dcp")
 
 
+class TestEngineTorch:
+    def test_it_is_the_same(self, tmp_path):
+        for to, name in (("torch", "a.pt"), ("safetensors", "a.safetensors")):
+            done = cli("convert", "--to", to, "--engine", "torch", "--trust", FOREIGN / "w_async", tmp_path / name)
+            assert done.returncode == 0, done.stderr
+            convert(FOREIGN / "w_async", tmp_path / f"ours.{name}", to)
+        theirs, ours = (torch.load(tmp_path / name, weights_only=False) for name in ("a.pt", "ours.a.pt"))
+        assert not differences(theirs, ours)
+        from safetensors.torch import load_file
+
+        assert not differences(load_file(tmp_path / "a.safetensors"), load_file(tmp_path / "ours.a.safetensors"))
+        done = cli("convert", "--to", "dcp", "--engine", "torch", "--trust", tmp_path / "a.pt", tmp_path / "d")
+        assert done.returncode == 0, done.stderr
+        assert set(dcptool.open(tmp_path / "d")) == set(dcptool.open(FOREIGN / "w_async"))
+
+    def test_it_asks_for_trust_and_names_what_it_cannot(self, tmp_path):
+        command = ("convert", "--engine", "torch")
+        done = cli(*command, "--to", "torch", FOREIGN / "w_async", tmp_path / "a.pt")
+        assert done.returncode == 3
+        assert "executes the pickles" in done.stderr
+        done = cli(*command, "--trust", "--to", "torch", FOREIGN / "w_safetensors", tmp_path / "a.pt")
+        assert done.returncode == 3
+        assert "torch cannot convert it" in done.stderr
+        done = cli(*command, "--trust", "--to", "dcp", FOREIGN / "w_async", tmp_path / "d")
+        assert done.returncode == 3
+        done = cli(*command, "--trust", "--keys", "x", "--to", "torch", FOREIGN / "w_async", tmp_path / "a.pt")
+        assert done.returncode == 2
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_records_beyond_four_gigabytes(tmp_path):
     """zip64, of a tensor of zeros that takes no memory to make; torch reads it by mmap."""

@@ -21,9 +21,9 @@ ORDER = (
     "formats.safetensors steps formats.detect marker formats.torch_graphs formats.torch_zip_write "
     "formats.torch_save_write formats.safetensors_write formats.dcp.write formats.layouts placements "
     "checks.families checks.files checks.extents checks.paths checks.copies checks.items checks names notes runs "
-    "summary verdict torch_load verification newest marking retention rewrite overview render.text render.folding "
-    "render.inspect render.verify render.convert cli.options cli.progress cli.inspect cli.verify cli.latest "
-    "cli.mark cli.prune cli.convert cli __main__ "
+    "summary verdict torch_load verification newest marking retention rewrite torch_engine overview render.text "
+    "render.folding render.inspect render.verify render.convert cli.options cli.progress cli.inspect cli.verify "
+    "cli.latest cli.mark cli.prune cli.convert cli __main__ "
 ).split()
 HEAVY = {"torch", "numpy", "ml_dtypes", "fsspec", "zstandard", "s3fs", "safetensors"}
 MODULES = sorted((ROOT / "dcptool").rglob("*.py"))

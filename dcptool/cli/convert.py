@@ -28,6 +28,14 @@ from dcptool.cli import options
 @click.option("--objects", type=click.Choice(["keep", "skip", "error"]), help="What to do with what is no tensor.")
 @options.also
 @options.threads
+@click.option(
+    "--engine",
+    type=click.Choice(["stream", "torch"]),
+    default="stream",
+    show_default=True,
+    help="torch: its own slow code, whole model in memory.",
+)
+@click.option("--trust", is_flag=True, help="With --engine torch: execute the pickles in SRC.")
 @click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, write nothing.")
 @click.option("--skip-corrupt", is_flag=True, help="Check first, then leave damaged tensors out (exit 1).")
@@ -48,6 +56,8 @@ def convert(
     objects: str | None,
     also: tuple[str, ...],
     threads: int | None,
+    engine: str,
+    trust: bool,
     overwrite: bool,
     dry_run: bool,
     skip_corrupt: bool,
@@ -67,6 +77,17 @@ def convert(
     from dcptool.rewrite import convert as convert_path
     from dcptool.selection import Renaming
 
+    if engine == "torch":
+        if keys or exclude or strip_prefix or add_prefix or rename or clean_names or dtype or dry_run or skip_corrupt:
+            raise click.UsageError("--engine torch converts everything as it is; leave the other options out")
+        from dcptool.torch_engine import convert_with_torch
+
+        version = convert_with_torch(source, target, to, trust=trust, overwrite=overwrite)
+        if not quiet:
+            click.echo(f"torch {version} wrote {target}")
+        return 0
+    if trust:
+        raise click.UsageError("--trust only means something with --engine torch")
     renaming = Renaming(strip_prefix, add_prefix, rename, clean_names, dtype)
     chosen = Options(keys, exclude, renaming, max_shard_size, nesting, objects, threads, overwrite, skip_corrupt, also)
     with bar(quiet) as progress:

@@ -1,0 +1,109 @@
+"""Convert with torch's own code: the oracle, and the slow path. Whole model in memory, pickles executed.
+
+Source: torch 2.13, distributed/checkpoint/format_utils.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+
+from dcptool.checkpoint import Checkpoint
+from dcptool.errors import DcptoolError, ItemError, UnsupportedError
+from dcptool.formats.detect import open_checkpoint
+from dcptool.publishing import prepare
+from dcptool.storage import is_url
+
+_PAIRS = {("dcp", "torch"), ("dcp", "safetensors"), ("torch_save", "dcp")}
+
+
+def convert_with_torch(source: str, target: str, to: str, *, trust: bool, overwrite: bool = False) -> str:
+    """Convert with `format_utils`, all or nothing.
+
+    Args:
+        source: local path of a DCP directory, or of a `.pt` file.
+        target: local path of the output.
+        to: "torch", "safetensors" (a file; tensors only) or "dcp" (from a `.pt` file).
+        trust: must be True: torch executes the pickles in the source.
+        overwrite: replace output that is there, once the new one is complete.
+
+    Returns:
+        The version of torch.
+
+    Raises:
+        UnsupportedError: torch is missing, `trust` is False, or torch has no such conversion.
+        ItemError: torch cannot do it; the message has its reason.
+    """
+    if not trust:
+        raise UnsupportedError(f"--engine torch executes the pickles in {source}; add --trust if you trust them")
+    checkpoint = open_checkpoint(source)
+    if (checkpoint.format, to) not in _PAIRS or is_url(source) or is_url(target):
+        raise UnsupportedError(
+            f"torch converts local DCP to .pt or safetensors, and .pt to DCP, not {checkpoint.format} to {to} here; "
+            "--engine stream does"
+        )
+    try:
+        import torch
+    except ImportError:
+        raise UnsupportedError("--engine torch needs torch: pip install 'dcptool[torch]'") from None
+    nbytes = sum(checkpoint.files.values())
+    with prepare(target, to != "dcp", nbytes, overwrite, checkpoint.path) as place:
+        _attempt(_WORK[to], checkpoint, place.written)
+        place.publish(overwrite)
+    return str(torch.__version__)
+
+
+def _attempt(function: Callable[[Checkpoint, str], None], checkpoint: Checkpoint, target: str) -> None:
+    """Call torch, without its prints; its errors, some of which are no Exception, become ours."""
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            function(checkpoint, target)
+    except (KeyboardInterrupt, SystemExit, DcptoolError):
+        raise
+    except BaseException as error:
+        reason = str(error).strip().splitlines()[:1] or [""]
+        message = f"{checkpoint.path}: torch cannot convert it: {type(error).__name__}: {reason[0]}"
+        raise ItemError(message) from error
+
+
+def _to_torch(checkpoint: Checkpoint, target: str) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(checkpoint.root, target)
+
+
+def _to_safetensors(checkpoint: Checkpoint, target: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    between = f"{target}.pt"
+    try:
+        _to_torch(checkpoint, between)
+        state = torch.load(between, weights_only=False)
+    finally:
+        if os.path.exists(between):
+            os.unlink(between)
+    save_file(dict(_tensors(state, ())), target, metadata={"format": "pt"})
+
+
+def _tensors(value: Any, path: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """Return the tensors in nested dicts and lists by their joined names; each has storage of its own."""
+    if isinstance(value, dict | list):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        return [found for key, part in parts for found in _tensors(part, (*path, str(key)))]
+    return [(".".join(path), value.contiguous().clone())] if hasattr(value, "untyped_storage") else []
+
+
+def _to_dcp(checkpoint: Checkpoint, target: str) -> None:
+    from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
+
+    torch_save_to_dcp(checkpoint.path, target)
+
+
+_WORK: dict[str, Callable[[Checkpoint, str], None]] = {
+    "torch": _to_torch,
+    "safetensors": _to_safetensors,
+    "dcp": _to_dcp,
+}
