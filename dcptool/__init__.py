@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dcptool.newest import find_latest, find_steps
     from dcptool.overview import summarize
     from dcptool.retention import delete_steps, plan_prune
+    from dcptool.rewrite import Options, convert
     from dcptool.verdict import Rules, State
     from dcptool.verification import verify
 
@@ -20,10 +21,12 @@ __all__ = [
     "Checkpoint",
     "Level",
     "ObjectEntry",
+    "Options",
     "Rules",
     "State",
     "TensorEntry",
     "check",
+    "convert",
     "delete_steps",
     "find_latest",
     "find_steps",
@@ -42,6 +45,7 @@ _MODULES = {
     "newest": ("find_latest", "find_steps"),
     "overview": ("summarize",),
     "retention": ("delete_steps", "plan_prune"),
+    "rewrite": ("Options", "convert"),
     "verdict": ("Rules", "State"),
     "verification": ("verify",),
 }

@@ -12,7 +12,7 @@ import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint
