@@ -1,0 +1,173 @@
+"""A conversion that is stopped at every write, sync and rename: nothing half-written is left under the final name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+import dcptool
+from dcptool.rewrite import convert
+from tests import damage
+from tests.conftest import FOREIGN, ROOT
+
+pytestmark = pytest.mark.torchfree
+
+DRIVER = textwrap.dedent(
+    """
+    import json, os, signal, sys
+    sys.path.insert(0, sys.argv[1])
+    from dcptool.rewrite import Options, convert
+    import numpy, ml_dtypes, zlib_ng.zlib_ng, concurrent.futures.thread
+
+    source, target, to, overwrite, how = sys.argv[2:7]
+
+    def attempt(stop_at):
+        events = 0
+        def shimmed(name):
+            real = getattr(os, name)
+            def shim(*arguments, **options):
+                nonlocal events
+                events += 1
+                if events == stop_at:
+                    if how == "kill":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise OSError(28, "No space left on device")
+                return real(*arguments, **options)
+            return shim
+        for name in ("write", "fsync", "rename", "replace", "mkdir"):
+            setattr(os, name, shimmed(name))
+        try:
+            convert(source, target, to, Options(overwrite=overwrite == "1", threads=2))
+        except BaseException as error:
+            os._exit(3 if "No space left" in str(error) else 4)
+        os._exit(0 if events < stop_at else 6)
+
+    for stop_at in range(1, 500):
+        child = os.fork()
+        if child == 0:
+            attempt(stop_at)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(json.dumps([stop_at, status]), flush=True)
+        if sys.stdin.readline() != "go\\n" or status == 0:
+            break
+    """
+)
+
+
+def snapshot(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("how", ["kill", "full"])
+@pytest.mark.parametrize(("to", "name"), [("torch", "m.pt"), ("safetensors", "m.safetensors"), ("dcp", "step_2")])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
+def test_stopped_at_every_event(tmp_path, to, name, overwrite, how):
+    source = damage.copy(FOREIGN / "w_async", tmp_path / "source")
+    before = snapshot(source)
+    target = tmp_path / "out" / name
+    target.parent.mkdir()
+    old = None
+    if overwrite:
+        convert(FOREIGN / "w_threads3", target, to)
+        old = snapshot(target) if target.is_dir() else target.read_bytes()
+    arguments = [str(ROOT), str(source), str(target), to, str(int(overwrite)), how]
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    count = 0
+    while line := driver.stdout.readline():
+        _, status = json.loads(line)
+        assert snapshot(source) == before
+        if status == 0:
+            break
+        count += 1
+        assert status in ((-signal.SIGKILL,) if how == "kill" else (3, 6))  # 6: it did not matter
+        if target.exists():
+            now = snapshot(target) if target.is_dir() else target.read_bytes()
+            if now != old:  # then it is the new one, and all of it
+                assert dcptool.verify(target, dcptool.Rules(level=dcptool.Level.DEEP)).good
+                shutil.rmtree(target) if target.is_dir() else target.unlink()
+                if overwrite:
+                    convert(FOREIGN / "w_threads3", target, to)
+        else:
+            # Between two renames the old one has a temporary name; nothing is lost.
+            assert not overwrite or any(path.name.startswith(".dcptool-") for path in target.parent.iterdir())
+            if overwrite:
+                convert(FOREIGN / "w_threads3", target, to)
+        left = [path for path in target.parent.iterdir() if path != target]
+        assert all(path.name.startswith(".dcptool-") for path in left)
+        assert how == "kill" or not left
+        for path in left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        driver.stdin.write("go\n")
+        driver.stdin.flush()
+    driver.stdin.close()
+    driver.wait(60)
+    driver.stdout.close()
+    assert count >= 3
+    assert dcptool.verify(target, dcptool.Rules(level=dcptool.Level.DEEP)).good
+
+
+def test_leftovers_are_named(tmp_path):
+    (tmp_path / ".dcptool-0badf00d.tmp").mkdir()
+    done = convert(FOREIGN / "w_async", tmp_path / "m.safetensors", "safetensors")
+    assert any(".dcptool-0badf00d.tmp" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals(tmp_path, number):
+    """A source that is slow: a FIFO-like wait is not needed, an engine that sleeps at its first write is."""
+    script = textwrap.dedent(
+        f"""
+        import os, sys, time
+        sys.path.insert(0, {str(ROOT)!r})
+        real = os.write
+        def slow(*arguments):
+            print("writing", file=sys.stderr, flush=True)
+            time.sleep(60)
+            return real(*arguments)
+        from dcptool.storage import local
+        class Os:
+            def __getattr__(self, name):
+                return slow if name == "write" else getattr(os, name)
+        local.os = Os()
+        from dcptool.cli import main
+        main(["convert", "--to", "safetensors", {str(FOREIGN / "w_async")!r}, {str(tmp_path / "m.safetensors")!r}])
+        """
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True)
+    assert process.stderr.readline() == "writing\n"
+    began = time.monotonic()
+    process.send_signal(number)
+    time.sleep(0.2)
+    process.send_signal(number)
+    code = process.wait(70)
+    process.stderr.close()
+    assert code == 128 + number
+    assert not [path for path in tmp_path.iterdir() if path.name == "m.safetensors"]
+    assert time.monotonic() - began < 70
+
+
+def test_two_runs_to_one_target(tmp_path):
+    commands = [
+        [sys.executable, "-m", "dcptool", "convert", "--quiet", "--to", "dcp", str(FOREIGN / name), str(tmp_path / "d")]
+        for name in ("w_async", "w_threads3")
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for command in commands]
+    codes = []
+    for process in running:
+        process.communicate(timeout=60)
+        codes.append(process.returncode)
+    assert sorted(codes) in ([0, 0], [0, 3])
+    assert codes.count(0) == 1, codes
+    assert dcptool.verify(tmp_path / "d", dcptool.Rules(level=dcptool.Level.DEEP)).good
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
