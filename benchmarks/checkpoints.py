@@ -86,5 +86,19 @@ def model(cache: Path, mib: int, on_mesh: int) -> Path:
     return target
 
 
+def pt(cache: Path, mib: int) -> Path:
+    """Return a `.pt` file with the state of `model` of that size, written by torch's own converter."""
+    target = cache / f"model_{mib}.pt"
+    if not target.exists():
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        dcp_to_torch_save(model(cache, mib, 0), target)
+    return target
+
+
 if __name__ == "__main__":
-    print({"small": small, "chunks": chunks, "model": model}[sys.argv[1]](Path(sys.argv[2]), *map(int, sys.argv[3:])))
+    print(
+        {"small": small, "chunks": chunks, "model": model, "pt": pt}[sys.argv[1]](
+            Path(sys.argv[2]), *map(int, sys.argv[3:])
+        )
+    )

@@ -49,6 +49,37 @@ def _verify_deep(mib: int) -> Callable[[Path], tuple[list[str], list[str]]]:
     return commands
 
 
+def _convert(to: str, mib: int, on_mesh: int, against: str) -> Callable[[Path], tuple[list[str], list[str]]]:
+    """Our conversion against `cp -r` and sync, or against torch's own converter in a fresh process."""
+
+    def commands(cache: Path) -> tuple[list[str], list[str]]:
+        source = checkpoints.make("model", cache, mib, on_mesh)
+        if to == "dcp":
+            source = checkpoints.make("pt", cache, mib)
+        out, other = cache / f"out.{to}", cache / "out.other"
+        ours = f"rm -rf {out}; {sys.executable} -m dcptool convert --quiet --to {to} {source} {out}"
+        if to == "safetensors":
+            out = cache / "out.safetensors"
+            ours = f"rm -rf {out}; {sys.executable} -m dcptool convert --quiet --to {to} {source} {out}"
+        theirs = f"rm -rf {other}; cp -r {source} {other} && sync {other}/*"
+        if against == "torch":
+            script = f"import torch.distributed.checkpoint.format_utils as f; f.{TORCH[to]}"
+            theirs = f"rm -rf {other}; {sys.executable} -c '{script}' {source} {other} && sync {other}"
+        return ["sh", "-c", ours], ["sh", "-c", theirs]
+
+    return commands
+
+
+TORCH = {
+    "torch": 'dcp_to_torch_save(*__import__("sys").argv[1:])',
+    "dcp": 'torch_save_to_dcp(*__import__("sys").argv[1:])',
+    "safetensors": 'dcp_to_torch_save(*__import__("sys").argv[1:]); import torch, sys, safetensors.torch as s; '
+    "flat = lambda v, p: sum((flat(x, p + (k,)) for k, x in v.items()), []) if isinstance(v, dict) else "
+    '[(".".join(p), v)] if isinstance(v, torch.Tensor) else []; '
+    's.save_file(dict(flat(torch.load(sys.argv[2]), ())), sys.argv[2] + ".st")',
+}
+"""What torch offers for each of our formats, as a script of its arguments."""
+
 PEER = "read_metadata() in a fresh process"
 ROWS = {
     "inspect-small": Row(
@@ -59,5 +90,23 @@ ROWS = {
     "inspect-1m": Row("inspect, 1 M chunks", PEER, 0.4, 0.55, _inspect_chunks(1000, 1000)),
     "verify-deep-1g": Row("verify --deep, 1 GiB", "cat", 2.0, None, _verify_deep(1024)),
     "verify-deep-4g": Row("verify --deep, 4 GiB", "cat", 2.0, None, _verify_deep(4096)),
+    "safetensors-cp": Row(
+        "convert --to safetensors, 1 GiB", "cp -r, sync", 1.5, None, _convert("safetensors", 1024, 0, "cp")
+    ),
+    "safetensors-cp-mesh": Row(
+        "the same of a 2×2 mesh", "cp -r, sync", 1.5, None, _convert("safetensors", 1024, 1, "cp")
+    ),
+    "safetensors-cp-4g": Row("the same of 4 GiB", "cp -r, sync", 1.5, None, _convert("safetensors", 4096, 0, "cp")),
+    "safetensors-torch": Row(
+        "convert --to safetensors, 1 GiB",
+        "dcp_to_torch_save + save_file",
+        1 / 15,
+        None,
+        _convert("safetensors", 1024, 0, "torch"),
+    ),
+    "torch-torch": Row(
+        "convert --to torch, 1 GiB", "dcp_to_torch_save", 1 / 10, 1 / 5, _convert("torch", 1024, 0, "torch")
+    ),
+    "dcp-torch": Row("convert --to dcp, 1 GiB", "torch_save_to_dcp", 1 / 5, 1 / 3, _convert("dcp", 1024, 0, "torch")),
     "inspect-10k-tensors": Row("inspect, 10 k tensors", PEER, None, None, _inspect_chunks(10_000, 2)),
 }
