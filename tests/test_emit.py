@@ -336,6 +336,9 @@ class Keywords:
     def __getnewargs_ex__(self):
         return (), {"value": self.value}
 
+    def __getstate__(self):
+        return None
+
     def __eq__(self, other):
         return vars(self) == vars(other)
 
@@ -406,7 +409,7 @@ OBJECTS = {
     "class inside a class": [Config.Inner(3), Config.Inner, Config.Inner.Innermost.ONE, Config.Inner(4)],
     "frozen slots": Slotted(1, "y"),
     "slots and attributes": with_attributes(Slots(), x=1, y=2),
-    "keyword arguments": [Keywords(value=3), Keywords(value={})],
+    "keyword arguments": [Keywords(value=3), Keywords(value={}), *[Keywords(value=n) for n in range(20)]],
     "list subclass": with_attributes(Listed([1, 2]), note="x"),
     "list subclass of one": Listed([[]]),
     "dict subclass": with_attributes(Mapped(a=1, b={}), note="x"),
@@ -662,6 +665,8 @@ def test_recursive_tuples_calls_and_instances(protocol):
     inner.append(called)
     for graph in (recursive, inner, holder, called, instance):
         assert_same_graph(graph, again(graph, protocol))
+        within = ["before", (1, 2, 3, graph), "after"]  # where what was left on the stack would show
+        assert_same_graph(within, again(within, protocol))
     loaded = pickle.loads(emit((box := [], (box.append(box), box)), protocol))
     assert loaded[1][1] is loaded[0] is loaded[0][0]
 
