@@ -19,10 +19,13 @@ from dcptool.errors import DcptoolError, LayoutError
 from dcptool.fill import crc32
 from dcptool.findings import Finding, Severity
 from dcptool.model import Closing, Fill, Literal, OutputFile, Record, Verbatim
-from dcptool.reading import BAND_NBYTES, Band, RecordCheck, TensorReader, Where
+from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, RecordCheck, TensorReader, Where
 from dcptool.storage import Sink, Storage
 
 BANDS_PER_THREAD = 2
+INLINE_NBYTES = 128 << 10
+"""A smaller band is read by the thread that writes it: handing it over costs more than reading it."""
+MAX_INDEXES = 64
 
 Progress = Callable[[int], None]
 
@@ -66,6 +69,7 @@ class _Engine:
         self._n_writers = threads
         self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._indexes: dict[str, ChunkIndex] = {}
         self._failures: dict[tuple[Any, ...], Finding] = {}
         self._stop = threading.Event()
 
@@ -105,8 +109,8 @@ class _Engine:
         written = 0
         ahead: list[tuple[Any, Future[memoryview] | None]] = []
         for step in self._steps(file):
-            future = self._readers.submit(self._read, step) if isinstance(step, Band | _Piece) else None
-            ahead.append((step, future))
+            is_large = isinstance(step, Band | _Piece) and step.nbytes > INLINE_NBYTES
+            ahead.append((step, self._readers.submit(self._read, step) if is_large else None))
             if len(ahead) > self._n_ahead:
                 written += self._write_step(*ahead.pop(0), crcs, sink)
         for step, future in ahead:
@@ -116,7 +120,7 @@ class _Engine:
     def _steps(self, file: OutputFile) -> Iterator[Any]:
         for part in file.parts:
             if isinstance(part, Fill):
-                reader = TensorReader(self._source, part, self._fail)
+                reader = TensorReader(self._source, part, self._index(part.fqn), self._fail)
                 yield from reader.bands()
                 yield _End(reader)
             elif isinstance(part, Verbatim):
@@ -130,8 +134,8 @@ class _Engine:
     def _write_step(self, step: Any, future: Future[memoryview] | None, crcs: list[int], sink: Sink) -> int:
         if self._stop.is_set():
             raise LayoutError("stopped")
-        if future is not None:
-            data = future.result()
+        if isinstance(step, Band | _Piece):
+            data = future.result() if future else self._read(step)
             if step.is_first:
                 crcs.append(0)
             crcs[-1] = crc32(data, crcs[-1])
@@ -148,6 +152,16 @@ class _Engine:
             raise LayoutError(f"a directory came out as {len(data_)} bytes, planned were {step.nbytes}")
         sink.write(data_)
         return len(data_)
+
+    def _index(self, fqn: str) -> ChunkIndex:
+        """Return the chunks of a tensor in order; the last few are kept, for all its boxes come together."""
+        with self._lock:
+            found = self._indexes.get(fqn)
+            if found is None:
+                if len(self._indexes) >= MAX_INDEXES:
+                    self._indexes.pop(next(iter(self._indexes)))
+                found = self._indexes[fqn] = ChunkIndex(self._source.entries[fqn])
+        return found
 
     def _read(self, step: Band | _Piece) -> memoryview:
         buffer = self._take()

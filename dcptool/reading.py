@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool import dtypes
-from dcptool.checkpoint import Checkpoint, TensorEntry, require_box
+from dcptool.checkpoint import Checkpoint, Entry, TensorEntry, require_box
 from dcptool.errors import DcptoolError, ItemError, LayoutError
 from dcptool.fill import crc32, fill
 from dcptool.model import Chunk, Fill, Ints, Payload, Record
@@ -86,12 +86,9 @@ class Band(NamedTuple):
 class TensorReader:
     """Reads a box of a tensor band by band; bands may be read in any order and by several threads."""
 
-    def __init__(self, source: Checkpoint, part: Fill, fail: Callable[..., None]) -> None:
-        entry = source.entries[part.fqn]
-        if not isinstance(entry, TensorEntry):
-            raise LayoutError(f"{part.fqn!r} is no tensor")
-        self.entry, self._source, self._part, self._fail = entry, source, part, fail
-        self._chunks = _Index(entry, (part.offsets, part.sizes))
+    def __init__(self, source: Checkpoint, part: Fill, chunks: ChunkIndex, fail: Callable[..., None]) -> None:
+        self.entry, self._source, self._part, self._fail = chunks.entry, source, part, fail
+        self._chunks = chunks
         self._payloads: dict[int, tuple[Payload, RecordCheck | None]] = {}
         self._lock = threading.Lock()
 
@@ -99,7 +96,7 @@ class TensorReader:
         """Yield the bands of the box in row-major order; at least one, maybe empty."""
         wide = max(dtypes.lookup(self.entry.dtype).itemsize, dtypes.lookup(self._part.dtype).itemsize)
         itemsize = dtypes.lookup(self._part.dtype).itemsize
-        for index, (offsets, sizes) in enumerate(_bands((self._part.offsets, self._part.sizes), BAND_NBYTES // wide)):
+        for index, (offsets, sizes) in enumerate(cut_box((self._part.offsets, self._part.sizes), BAND_NBYTES // wide)):
             yield Band(self, offsets, sizes, volume(sizes) * itemsize, index == 0)
 
     def read(self, band: Band, out: memoryview) -> None:
@@ -202,19 +199,20 @@ def _check_whole(source: Checkpoint, record: Record) -> None:
         raise ItemError(problem)
 
 
-class _Index:
-    """The chunks of a tensor that touch a box, by their place along the first dimension."""
+class ChunkIndex:
+    """The chunks of a tensor by their place along the first dimension.
 
-    def __init__(self, entry: TensorEntry, box: Box) -> None:
-        self._ordered: list[tuple[int, int]] = []
-        longest = 0
-        for index, (offsets, sizes) in enumerate(entry.chunks.boxes()):
-            if intersect(box, (offsets, sizes)) is None and volume(box[1]):
-                continue
-            self._ordered.append((offsets[0] if offsets else 0, index))
-            longest = max(longest, sizes[0] if sizes else 1)
-        self._ordered.sort()
-        self._longest = longest
+    Raises:
+        LayoutError: the entry is no tensor.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        if not isinstance(entry, TensorEntry):
+            raise LayoutError(f"{entry.fqn!r} is no tensor")
+        self.entry = entry
+        starts, sizes = entry.chunks.column(0) if entry.shape else ([0] * len(entry.chunks), [1] * len(entry.chunks))
+        self._ordered = sorted(zip(starts, range(len(starts)), strict=True))
+        self._longest = max(sizes, default=0)
 
     def touching(self, start: int, size: int) -> list[int]:
         """Return the indexes of chunks that may touch rows from `start` on."""
@@ -223,10 +221,10 @@ class _Index:
         return sorted(index for _, index in self._ordered[first:last])
 
 
-def _bands(box: Box, max_elements: int) -> Iterator[Box]:
+def cut_box(box: Box, max_elements: int) -> Iterator[Box]:
     """Cut a box into row-major bands: runs of its first dimension, or of a later one within one index of the first.
 
-    >>> list(_bands(((0, 0), (4, 3)), 6))
+    >>> list(cut_box(((0, 0), (4, 3)), 6))
     [((0, 0), (2, 3)), ((2, 0), (2, 3))]
     """
     offsets, sizes = box
@@ -236,7 +234,7 @@ def _bands(box: Box, max_elements: int) -> Iterator[Box]:
     inner = volume(sizes[1:])
     if inner > max_elements:
         for row in range(sizes[0]):
-            for rest in _bands((offsets[1:], sizes[1:]), max_elements):
+            for rest in cut_box((offsets[1:], sizes[1:]), max_elements):
                 yield (offsets[0] + row, *rest[0]), (1, *rest[1])
         return
     step = max(1, max_elements // inner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from dcptool import dtypes
@@ -12,6 +13,8 @@ from dcptool.pickles import inert, plain
 from dcptool.pickles.standins import qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
 from dcptool.regions import span
+
+MAX_KEPT_NBYTES = 4096
 
 
 def payload_of(view: TensorView, archive: TorchZip, item: Extent) -> Payload:
@@ -41,7 +44,7 @@ def tensor_payload(archive: TorchZip, item: Extent) -> Payload:
     Raises:
         ItemError: it holds something else, or is damaged.
     """
-    return _payload_of_root(inert.load(archive.content("data.pkl")), archive, item)
+    return payload_of(_view(archive.content("data.pkl")), archive, item)
 
 
 def examine(archive: TorchZip, item: Extent, is_tensor: bool) -> Examined:
@@ -50,15 +53,28 @@ def examine(archive: TorchZip, item: Extent, is_tensor: bool) -> Examined:
     Raises:
         ItemError: they do not, or it holds something else.
     """
-    root = inert.load(archive.content("data.pkl"))
-    return Examined(_payload_of_root(root, archive, item) if is_tensor else None, archive.records(item))
+    pickled = archive.content("data.pkl")
+    if is_tensor:
+        return Examined(payload_of(_view(pickled), archive, item), archive.records(item))
+    inert.load(pickled)
+    return Examined(None, archive.records(item))
 
 
-def _payload_of_root(root: Any, archive: TorchZip, item: Extent) -> Payload:
+def _view(pickled: bytes) -> TensorView:
+    """Return the tensor that is all of an item's pickle."""
+    return _small_view(pickled) if len(pickled) <= MAX_KEPT_NBYTES else _read_view(pickled)
+
+
+def _read_view(pickled: bytes) -> TensorView:
+    root = inert.load(pickled)
     view = tensor_view(root)
     if view is None:
         raise ItemError(f"the metadata says tensor, stored is an object of class {qualified_name(root)}")
-    return payload_of(view, archive, item)
+    return view
+
+
+_small_view = functools.lru_cache(4096)(_read_view)
+"""Chunks of one dtype and shape have one pickle, byte for byte; a checkpoint has few different ones."""
 
 
 def storages(archive: TorchZip, item: Extent) -> dict[str, Record]:

@@ -8,6 +8,7 @@ of files and what is written into them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import uuid
 from collections.abc import Mapping, Sequence
@@ -154,10 +155,15 @@ def _tensor_members(item: SelectedTensor, box: Box | None) -> list[Member]:
     offsets, sizes = box or ((), ())
     nbytes = volume(sizes) * dtypes.lookup(item.dtype).itemsize
     return [
-        Member("data.pkl", Literal(emit(tensor_node(item.dtype, sizes, "0"), 2))),
+        Member("data.pkl", Literal(_tensor_pickle(item.dtype, sizes))),
         Member("data/0", Fill(item.entry.fqn, offsets, sizes, item.dtype, nbytes)),
         *(Member(name, Literal(content)) for name, content in TAIL),
     ]
+
+
+@functools.lru_cache(4096)
+def _tensor_pickle(dtype: str, sizes: Ints) -> bytes:
+    return emit(tensor_node(dtype, sizes, "0"), 2)
 
 
 def _object_members(checkpoint: Checkpoint, item: SelectedObject) -> list[Member]:
