@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dcptool.errors import CheckpointNotFoundError, UnsupportedError
-from dcptool.storage.base import Entry, Sink, Storage, is_temporary, join, translated, walk
+from dcptool.storage.base import Entry, Sink, Storage, base_name, is_temporary, join, translated, walk
 from dcptool.storage.local import LocalStorage
 from dcptool.storage.remote import FsspecStorage
 from dcptool.storage.union import UnionStorage
@@ -23,6 +23,7 @@ __all__ = [
     "Location",
     "Sink",
     "Storage",
+    "base_name",
     "is_temporary",
     "is_url",
     "join",

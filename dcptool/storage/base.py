@@ -7,6 +7,7 @@ else.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -77,6 +78,12 @@ class Storage(Protocol):
     def links(self) -> dict[str, str]:
         """Return the symbolic links at the root, dangling ones too: name → what they say; none on object stores."""
 
+    def target(self, name: str) -> str:
+        """Return where a name leads once all links are followed, as a path; without links its own."""
+
+    def written(self) -> float | None:
+        """Return when a name was last added to or removed from the root, seconds since the epoch; None if unknown."""
+
     def below(self, folder: str) -> Storage:
         """Return the storage of a folder in this one, there or not."""
 
@@ -145,6 +152,12 @@ def walk(storage: Storage) -> list[Entry]:
 def is_temporary(name: str) -> bool:
     """Tell whether a name is that of something dcptool is writing, or was when it was killed."""
     return name.rpartition("/")[2].startswith(".dcptool-")
+
+
+def base_name(path: str) -> str:
+    """Return the last part of a path, a URL or a name; of `.` and the like that of the folder they stand for."""
+    name = path.partition("::")[0].rstrip("/").rpartition("/")[2]
+    return os.path.basename(os.path.abspath(path)) if name in ("", ".", "..") and "://" not in path else name
 
 
 def join(root: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -13,6 +14,9 @@ from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.storage.base import Entry, too_short, translated
 
 _OPEN_FILES = 64
+_GATHERED_NBYTES = 256 << 10
+"""Headers and directories between payloads are some hundred bytes each."""
+_DELETE_ATTEMPTS = 20
 
 
 class LocalStorage:
@@ -108,6 +112,14 @@ class LocalStorage:
         with translated(self.root), os.scandir(self.root) as found:
             return {item.name: os.readlink(item.path) for item in found if item.is_symlink()}
 
+    def target(self, name: str) -> str:
+        return os.path.realpath(self._path(name))
+
+    def written(self) -> float | None:
+        with suppress(OSError):
+            return os.stat(self.root).st_mtime
+        return None
+
     def below(self, folder: str) -> LocalStorage:
         return LocalStorage(self._path(folder))
 
@@ -145,8 +157,17 @@ class LocalStorage:
         path = self._path(name)
         if os.path.islink(path):
             raise StorageError(f"{path} is a link; what it points at is not deleted")
-        with suppress(CheckpointNotFoundError), translated(path):
-            shutil.rmtree(path)
+        with translated(path, StorageError):
+            for _ in range(_DELETE_ATTEMPTS):
+                try:
+                    shutil.rmtree(path)
+                except OSError as error:
+                    # Somebody else deletes, or still writes, there: what is gone or new meanwhile must not stop it.
+                    if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                        raise
+                if not os.path.lexists(path):
+                    return
+        raise StorageError(f"{path} is still there after {_DELETE_ATTEMPTS} deletions: somebody writes there")
 
     def close(self) -> None:
         with self._lock:
@@ -158,13 +179,24 @@ class LocalStorage:
 
 
 class LocalSink:
-    """A new local file."""
+    """A new local file; small writes are gathered."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
+        self._gathered = bytearray()
 
     def write(self, data: bytes | memoryview) -> None:
-        rest = memoryview(data)
+        if len(self._gathered) + len(data) <= _GATHERED_NBYTES:
+            self._gathered += data
+            return
+        self._flush()
+        self._write(memoryview(data))
+
+    def _flush(self) -> None:
+        self._write(memoryview(bytes(self._gathered)))
+        self._gathered.clear()
+
+    def _write(self, rest: memoryview) -> None:
         with translated(self._path, StorageError):
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
@@ -172,6 +204,7 @@ class LocalSink:
     def finish(self) -> None:
         with translated(self._path, StorageError):
             try:
+                self._flush()
                 os.fsync(self._descriptor)
             finally:
                 os.close(self._descriptor)

@@ -11,6 +11,8 @@ from dcptool.storage.base import Entry, join, too_short, translated
 _PART_NBYTES = 32 << 20
 """Bytes of one part of an upload; S3 takes 10,000 of them, so 320 GB a file."""
 
+_DELETE_ATTEMPTS = 3
+
 
 class FsspecStorage:
     """A folder or key prefix behind an fsspec URL, such as `s3://bucket/run/step_500`."""
@@ -73,6 +75,12 @@ class FsspecStorage:
     def links(self) -> dict[str, str]:
         return {}
 
+    def target(self, name: str) -> str:
+        return self._path(name)
+
+    def written(self) -> float | None:
+        return None
+
     def below(self, folder: str) -> FsspecStorage:
         return FsspecStorage(self._filesystem, join(self.root, folder), self._path(folder))
 
@@ -93,9 +101,15 @@ class FsspecStorage:
             self._filesystem.rm_file(self._path(name))
 
     def delete_folder(self, name: str) -> None:
-        with suppress(CheckpointNotFoundError), translated(self._shown(name)):
-            self._filesystem.invalidate_cache()
-            self._filesystem.rm(self._path(name), recursive=True)
+        for _ in range(_DELETE_ATTEMPTS):
+            with suppress(CheckpointNotFoundError), translated(self._shown(name)):
+                self._filesystem.invalidate_cache()
+                self._filesystem.rm(self._path(name), recursive=True)
+            with translated(self._shown(name)):
+                self._filesystem.invalidate_cache()
+                if not self._filesystem.exists(self._path(name)):
+                    return
+        raise StorageError(f"{self._shown(name)} is still there after {_DELETE_ATTEMPTS} deletions")
 
     def close(self) -> None:
         """Nothing is held open: every read is a request of its own."""

@@ -49,6 +49,12 @@ class UnionStorage:
     def links(self) -> dict[str, str]:
         return self._storages[0].links()
 
+    def target(self, name: str) -> str:
+        return self._owner(name).target(name)
+
+    def written(self) -> float | None:
+        return max((time for storage in self._storages if (time := storage.written()) is not None), default=None)
+
     def below(self, folder: str) -> UnionStorage:
         return UnionStorage(tuple(storage.below(folder) for storage in self._storages))
 

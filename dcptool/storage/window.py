@@ -53,6 +53,12 @@ class Window:
     def links(self) -> dict[str, str]:
         return self._storage.links()
 
+    def target(self, name: str) -> str:
+        return self._storage.target(name)
+
+    def written(self) -> float | None:
+        return self._storage.written()
+
     def below(self, folder: str) -> Storage:
         return self._storage.below(folder)
 
