@@ -242,7 +242,7 @@ def test_a_missing_shard_between_others_is_named(tmp_path):
     summary = dcptool.summarize(folder).checkpoints[0]
     assert summary.state != "complete"
     messages = " ".join(problem.message for problem in summary.problems)
-    assert "shards 2 are missing" in messages
+    assert "the files of shard 2 of at least 3 are missing" in messages
     assert "no chunk holds" in messages
 
 

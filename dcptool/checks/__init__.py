@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from dcptool.checkpoint import Checkpoint, TensorEntry
 from dcptool.checks.copies import overlap_verdict, replica_problems
-from dcptool.checks.extents import Placement, edge_problems, extent_problems
+from dcptool.checks.extents import Placement, edge_problems, extent_problems, short_items
 from dcptool.checks.families import family_problems
 from dcptool.checks.files import file_problems, mixed_times
 from dcptool.checks.items import Progress, Tally, item_problems
@@ -21,6 +21,7 @@ from dcptool.checks.paths import path_problems
 from dcptool.cover import Cover, cover
 from dcptool.errors import LayoutError
 from dcptool.findings import Finding, Severity
+from dcptool.formats.safetensors import SHARDS_FLAVOUR
 
 INCOMPLETE_KINDS = frozenset(
     {"no-metadata", "missing-file", "short-file", "rank-metadata-missing", "missing-part", "lfs-pointer", "empty"}
@@ -81,12 +82,16 @@ def check(
     placement = Placement(checkpoint)
     problems = [
         *checkpoint.problems,
-        *file_problems(checkpoint),
+        *file_problems(checkpoint, placement),
         *extent_problems(checkpoint, placement),
+        *short_items(checkpoint),
         *cover_problems(checkpoint, deep=level >= Level.DEEP),
         *path_problems(checkpoint),
         *family_problems(checkpoint),
+        *_unprovable(checkpoint),
     ]
+    if checkpoint.format == "safetensors" and any(problem.kind == "missing-file" for problem in problems):
+        problems = [problem for problem in problems if problem.kind != "hole"]  # what the missing files held
     if level is Level.METADATA:
         problems += edge_problems(checkpoint, placement, {p.file for p in problems if p.severity is Severity.ERROR})
     if written is not None and checkpoint.format == "dcp":
@@ -151,6 +156,18 @@ def _overlap(checkpoint: Checkpoint, entry: TensorEntry, found: Cover, deep: boo
     message += f"; {words.get(verdict, 'which of them counts is not defined')}"
     severity = Severity.WARNING if verdict == "equal" else Severity.ERROR
     return Finding("overlap", severity, message, None, entry.fqn, first.offsets, first.sizes)
+
+
+def _unprovable(checkpoint: Checkpoint) -> list[Finding]:
+    """Say what an opened checkpoint leaves open at every level."""
+    if not len(checkpoint):
+        message = "nothing was saved: it holds no tensor and no object"
+        return [Finding("nothing-saved", Severity.WARNING, message, next_step="Was the state dict empty?")]
+    if checkpoint.flavour == SHARDS_FLAVOUR:
+        message = "whether files of further shards are missing cannot be told: the format does not record whole shapes"
+        step = "dcptool mark, run when they are all there, makes a loss visible."
+        return [Finding("last-shards-unknown", Severity.NOTE, message, next_step=step)]
+    return []
 
 
 def _unverifiable(checkpoint: Checkpoint, tally: Tally) -> list[Finding]:

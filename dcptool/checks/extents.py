@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from itertools import repeat
+from operator import mul, sub
 from typing import NamedTuple
 
+from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, Entry, TensorEntry
+from dcptool.errors import StorageError
 from dcptool.findings import Finding, Severity
 from dcptool.model import Chunk, Extent
 
@@ -93,6 +97,43 @@ def extent_problems(checkpoint: Checkpoint, placement: Placement) -> list[Findin
     return problems
 
 
+def short_items(checkpoint: Checkpoint) -> list[Finding]:
+    """Return tensors with an item that has fewer bytes than the elements of its box need; compressed ones may."""
+    if checkpoint.format != "dcp":
+        return []
+    problems = []
+    table = checkpoint.table
+    for entry in checkpoint.tensors.values():
+        dtype = dtypes.BY_NAME.get(entry.dtype)
+        if dtype is None:
+            continue
+        rows = slice(entry.chunks.first_row, entry.chunks.first_row + len(entry.chunks))
+        lacking = map(sub, _needed_nbytes(entry, dtype.itemsize), table.byte_length[rows])
+        candidates = [index for index, nbytes in enumerate(lacking) if nbytes > 0]
+        chunks = (entry.chunks[index] for index in candidates)
+        short = [chunk for chunk in chunks if chunk.item and not chunk.item.transforms]
+        if short:
+            problems.append(_short_item(entry, short[0], len(short)))
+    return problems
+
+
+def _needed_nbytes(entry: TensorEntry, itemsize: int) -> Iterable[int]:
+    """Return the bytes of each chunk's elements, column by column."""
+    needed: Iterable[int] = repeat(itemsize, len(entry.chunks))
+    for dim in range(len(entry.shape)):
+        needed = map(mul, needed, entry.chunks.column(dim)[1])
+    return needed
+
+
+def _short_item(entry: TensorEntry, chunk: Chunk, count: int) -> Finding:
+    item = chunk.item or Extent("", 0, 0)
+    more = f", and {count - 1:,} more of its items are too short" if count > 1 else ""
+    message = f"{entry.fqn!r}: its item in {item.file} at byte {item.byte_offset:,} has {item.nbytes:,} bytes, "
+    message += f"too few for {entry.dtype} {list(chunk.sizes)}{more}"
+    span = (item.byte_offset, item.byte_offset + item.nbytes)
+    return Finding("short-item", Severity.ERROR, message, item.file, entry.fqn, chunk.offsets, chunk.sizes, span)
+
+
 def edge_problems(checkpoint: Checkpoint, placement: Placement, known: Collection[str | None]) -> list[Finding]:
     """Return files that a few bytes at their first and last tensor show to be wrong.
 
@@ -105,7 +146,11 @@ def edge_problems(checkpoint: Checkpoint, placement: Placement, known: Collectio
         _, ends = placement.spans(file)
         there = [index for index in (0, len(ends) - 1) if ends[index] <= nbytes]
         for placed in dict.fromkeys(placement.item(file, index) for index in there):
-            wrong = checkpoint.source.edge_problem(placed.item) if placed.chunk is not None else ""
+            try:
+                wrong = checkpoint.source.edge_problem(placed.item) if placed.chunk is not None else ""
+            except StorageError as error:
+                problems.append(Finding("unreadable", Severity.ERROR, str(error), file))
+                break
             if wrong and placed.chunk is not None:
                 message = f"{file}: {name_of(placed)}: {wrong}"
                 span = (placed.item.byte_offset, placed.item.byte_offset + placed.item.nbytes)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dcptool.checkpoint import Checkpoint
 from dcptool.findings import Finding, Severity
 
-PER_RANK = re.compile(r"((?:^|[._/])(?:dp_?|local_|global_)?rank[._]?)(\d+)(?=$|[._/])")
-_SHARD = re.compile(r"/shard_(\d+)_(\d+)$")
+PER_RANK = re.compile(r"((?:^|[._/])(?:dp_?|local_|global_)?rank[._]?)(\d{1,9})(?=$|[._/])")
+_SHARD = re.compile(r"/shard_(\d{1,9})_(\d{1,9})$")
 
 
 def family_problems(checkpoint: Checkpoint) -> list[Finding]:

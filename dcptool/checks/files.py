@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from dcptool.checkpoint import Checkpoint
+from dcptool.checks.extents import Placement, name_of
 from dcptool.chunks import FileUse
 from dcptool.errors import DcptoolError
 from dcptool.findings import Finding, Severity
@@ -21,8 +22,13 @@ MAX_PEEKED = 64
 _GET_FILES = "Copy the files of all nodes here (or name their folders with --also), or resume from another step."
 
 
-def file_problems(checkpoint: Checkpoint) -> list[Finding]:
-    """Return what a listing shows: referenced files that are missing or shorter than the metadata says, leftovers."""
+def file_problems(checkpoint: Checkpoint, placement: Placement | None = None) -> list[Finding]:
+    """Return what a listing shows: referenced files that are missing or shorter than the metadata says, leftovers.
+
+    Args:
+        checkpoint: an open checkpoint.
+        placement: its items by file, where the caller has it; made if a file turns out to be short.
+    """
     usage = checkpoint.usage
     total = sum(use.nbytes for use in usage.values()) or 1
     missing: list[str] = []
@@ -34,13 +40,14 @@ def file_problems(checkpoint: Checkpoint) -> list[Finding]:
         if nbytes is None:
             missing.append(name)
         elif nbytes < use.end or _is_lfs_pointer(checkpoint, name, nbytes):
-            problems.append(_short(checkpoint, name, nbytes, use, total))
+            placement = placement or Placement(checkpoint)
+            problems.append(_short(checkpoint, placement, name, nbytes, use, total))
     if missing:
         problems.insert(0, _missing(checkpoint, missing, total))
     return problems + _leftovers(checkpoint, usage)
 
 
-def _short(checkpoint: Checkpoint, name: str, nbytes: int, use: FileUse, total: int) -> Finding:
+def _short(checkpoint: Checkpoint, placement: Placement, name: str, nbytes: int, use: FileUse, total: int) -> Finding:
     span = (nbytes, use.end)
     if _is_lfs_pointer(checkpoint, name, nbytes):
         message = f"{name} is a Git LFS pointer, not the file itself"
@@ -48,9 +55,14 @@ def _short(checkpoint: Checkpoint, name: str, nbytes: int, use: FileUse, total: 
             "lfs-pointer", Severity.ERROR, message, name, byte_range=span, next_step="Run git lfs pull there."
         )
     held = _lost([use], total)
-    message = f"{name} is cut short: {nbytes:,} bytes of at least {use.end:,}; it should hold {held}"
-    if not nbytes:
-        message = f"{name} is empty; it should hold {held}"
+    message = f"{name} is empty; it should hold {held}"
+    if nbytes:
+        message = f"{name} is cut short: {nbytes:,} bytes of at least {use.end:,}; it should hold {held}"
+        _, ends = placement.spans(name)
+        beyond = [index for index, end in enumerate(ends) if end > nbytes]
+        first = name_of(placement.item(name, beyond[0]))
+        which = f"lie beyond the end, the first {first}" if len(beyond) > 1 else f"lies beyond the end: {first}"
+        message += f"; {len(beyond):,} of them {which}"
     return Finding("short-file", Severity.ERROR, message, name, byte_range=span, next_step=_GET_FILES)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from threading import Event
 from typing import NamedTuple
 
 from dcptool.checkpoint import Checkpoint, TensorEntry, require_box
@@ -67,12 +68,18 @@ def item_problems(
     from concurrent.futures import ThreadPoolExecutor
 
     jobs = list(_jobs(checkpoint, placement))
+    stop = Event()
 
     def run(job: Job) -> tuple[list[Finding], Tally]:
-        return _Scan(checkpoint, placement, deep, progress).run(job)
+        return _Scan(checkpoint, placement, deep, progress, stop).run(job)
 
     with ThreadPoolExecutor(threads) as pool:
-        done = list(pool.map(run, jobs))
+        try:
+            done = list(pool.map(run, jobs))
+        except BaseException:  # Ctrl-C: what runs ends at its next piece, what waits does not begin
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     problems: list[Finding] = []
     tally = Tally()
     told: dict[str, int] = {}
@@ -107,7 +114,10 @@ def _jobs(checkpoint: Checkpoint, placement: Placement) -> Iterator[Job]:
 class _Scan:
     """One thread's way through one job."""
 
-    def __init__(self, checkpoint: Checkpoint, placement: Placement, deep: bool, progress: Progress | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, placement: Placement, deep: bool, progress: Progress | None, stop: Event
+    ) -> None:
+        self._stop = stop
         self._checkpoint, self._placement, self._deep = checkpoint, placement, deep
         self._window = Window(checkpoint.storage)
         self._source = checkpoint.source.over(self._window)
@@ -123,7 +133,7 @@ class _Scan:
         starts, ends = (column[job.first : job.last] for column in self._placement.spans(job.file))
         there = [index for index, end in enumerate(ends) if end <= job.nbytes]  # others are cut off, said elsewhere
         position = 0
-        while position < len(there):
+        while position < len(there) and not self._stop.is_set():
             index = there[position]
             last = position + 1
             while last < len(there) and ends[there[last]] - starts[index] <= self._together:
@@ -164,6 +174,8 @@ class _Scan:
             self._seen.add(key)
         value = 0
         for start in range(0, record.nbytes, len(self._buffer)):
+            if self._stop.is_set():
+                return
             piece = self._buffer[: record.nbytes - start]
             self._source.read_into(record, start, piece)
             value = crc32(piece, value)

@@ -23,8 +23,11 @@ from dcptool.storage import Storage, join
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+SHARDS_FLAVOUR = "safetensors, HuggingFace DCP shards"
 MAX_INDEX_NBYTES = 1 << 30
 _SHARD = re.compile(r"shard-(\d{5})-")
+_OF_SEVERAL = re.compile(r"(?:shard-\d{5}-)?(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_MAX_NAMED = 20
 
 
 class SafetensorsSource:
@@ -86,6 +89,8 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
     parts = _parts(headers)
     if weight_map is not None:
         problems += _index_problems(index, weight_map, parts, headers)
+    if not name:
+        problems += _missing_of_set(headers)
     problems += _missing_shards(headers)
     sharded = any(header.saved_offsets for header in headers.values())
     own = {file: nbytes for file, nbytes in files.items() if file in headers or file == index}
@@ -95,7 +100,7 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
         entries[fqn] = _entry(fqn, chunks, table, problems)
     flavour, evidence = "safetensors", [f"{len(headers)} file{'s' * (len(headers) != 1)} with safetensors headers"]
     if sharded:
-        flavour = "safetensors, HuggingFace DCP shards"
+        flavour = SHARDS_FLAVOUR
         evidence.append("DCP_SHARDING_INFO in the headers: HuggingFaceStorageWriter")
     if index:
         evidence.append(index)
@@ -135,9 +140,33 @@ def _missing_shards(headers: Mapping[str, Header]) -> list[Finding]:
     ranks = {int(match[1]) for file in headers if (match := _SHARD.match(file))}
     if not ranks or len(ranks) == max(ranks):
         return []
-    missing = [rank for rank in range(1, max(ranks)) if rank not in ranks][:20] if max(ranks) < 1 << 20 else []
-    message = f"files of shards {', '.join(map(str, missing)) or 'between others'} are missing: {len(ranks)} are there"
+    missing = [rank for rank in range(1, max(ranks)) if rank not in ranks]
+    named = ", ".join(map(str, missing[:_MAX_NAMED])) + (", …" if len(missing) > _MAX_NAMED else "")
+    message = f"the files of shard{'s' * (len(missing) > 1)} {named} of at least {max(ranks):,} are missing"
     return [Finding("missing-file", Severity.ERROR, message, next_step="Gather the files of all ranks.")]
+
+
+def _missing_of_set(headers: Mapping[str, Header]) -> list[Finding]:
+    """Name the files that a set lacks: `model-00001-of-00003.safetensors` says that there are three.
+
+    Of DCP's shards not every rank has a part of each file, but each file has a part from some rank.
+    """
+    sets: dict[tuple[str, int], set[int]] = {}
+    for file in headers:
+        match = _OF_SEVERAL.fullmatch(file)
+        if match:
+            sets.setdefault((match["stem"], int(match["count"])), set()).add(int(match["number"]))
+    problems = []
+    for (stem, count), there in sets.items():
+        missing = [
+            f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1) if number not in there
+        ]
+        if missing:
+            named = ", ".join(missing[:3]) + (f" and {len(missing) - 3:,} more" if len(missing) > 3 else "")
+            message = f"{len(missing):,} of {count:,} files are missing: {named}"
+            step = "Copy them here again."
+            problems.append(Finding("missing-file", Severity.ERROR, message, missing[0], next_step=step))
+    return problems
 
 
 def _header(storage: Storage, file: str, nbytes: int) -> Header:

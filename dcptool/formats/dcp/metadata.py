@@ -94,7 +94,7 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
     records = Records()
     for name in sorted(name for name in names if not _GLOBALS.fullmatch(name)):
         message = f"the metadata names {name}, which DCP's writers do not; nothing was imported or executed"
-        records.problems.append(Finding("unknown-global", Severity.NOTE, message[:300]))
+        records.problems.append(Finding("unknown-global", Severity.WARNING, message[:300]))
     for fqn, record in state.items():
         _add_entry(records, fqn, record)
     if isinstance(storage, dict):

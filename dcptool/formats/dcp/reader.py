@@ -64,7 +64,7 @@ def open_dcp(storage: Storage, files: Mapping[str, int]) -> Checkpoint:
         message = "there are rank-local __R.metadata files beside .metadata; .metadata is used"
         problems.append(Finding("two-metadata", Severity.NOTE, message, file=METADATA))
     if names != [METADATA]:
-        problems += _rank_gaps(names)
+        problems += _rank_gaps(names, files)
     evidence = list(dict.fromkeys(phrase for records in parts.values() for phrase in records.evidence))
     extra = next(iter(parts.values())).extra
     flavour, more = _flavour(storage, files, view, names, extra)
@@ -109,7 +109,8 @@ def _all_records(storage: Storage, names: Mapping[str, int]) -> tuple[dict[str, 
         except MetadataError as error:
             failed = error
             message = str(error).partition("\n")[0]
-            problems.append(Finding("rank-metadata-damaged", Severity.ERROR, message, name))
+            kind = "rank-metadata-damaged" if nbytes else "rank-metadata-missing"
+            problems.append(Finding(kind, Severity.ERROR, message, name))
     if failed and not parts:
         raise failed
     return parts, problems
@@ -137,12 +138,15 @@ def _unfinished(storage: Storage, files: Mapping[str, int]) -> str:
     )
 
 
-def _rank_gaps(names: list[str]) -> list[Finding]:
+def _rank_gaps(names: list[str], files: Mapping[str, int]) -> list[Finding]:
+    """Name the ranks without metadata: those below the highest that has some, and those that left data."""
     ranks = {int(name[2 : -len(".metadata")]) for name in names}
-    n_missing = max(ranks) + 1 - len(ranks)
+    with_data = {data_file_rank(name) for name, nbytes in files.items() if nbytes} - {None} - ranks
+    n_below = max(ranks) + 1 - len(ranks)
+    n_missing = n_below + sum(rank is not None and rank > max(ranks) for rank in with_data)
     if not n_missing:
         return []
-    first = next(rank for rank in itertools.count() if rank not in ranks)
+    first = next(rank for rank in itertools.count() if rank not in ranks and (n_below or rank in with_data))
     which = f"rank {first}" if n_missing == 1 else f"{n_missing:,} ranks, the first {first},"
     message = f"rank-local metadata of {which} is missing: what was saved there is unknown"
     return [Finding("rank-metadata-missing", Severity.ERROR, message, next_step="Gather the files of all ranks.")]
