@@ -40,3 +40,11 @@ class Finding(NamedTuple):
     sizes: tuple[int, ...] | None = None
     byte_range: tuple[int, int] | None = None
     next_step: str = ""
+
+
+def inside(part: str, finding: Finding) -> Finding:
+    """Return a finding of a part as one of the folder that holds it; `part` is its path there, "" the folder itself."""
+    if not part:
+        return finding
+    file = f"{part}/{finding.file}" if finding.file else part
+    return finding._replace(file=file, message=f"{part}: {finding.message}")

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from dcptool.checks import Level
 from dcptool.checks.items import Progress
-from dcptool.errors import ItemError, UnsupportedError
+from dcptool.errors import ItemError, OutputExistsError, UnsupportedError
 from dcptool.formats.dcp.reader import METADATA, rank_metadata
 from dcptool.formats.safetensors import INDEX_SUFFIX
-from dcptool.marker import FOREIGN, NAME, NEGATIVE, Marker, sha256
+from dcptool.marker import FOREIGN, NAME, NEGATIVE, Marker, is_marker, name_problem, sha256
 from dcptool.storage import Location, Storage, join, locate, walk
-from dcptool.verdict import Rules, Verdict, judge
+from dcptool.verdict import Rules, State, Verdict, judge
+from dcptool.verification import runs_at
 
 
 class Marked(NamedTuple):
@@ -37,19 +38,32 @@ def mark_complete(
     Args:
         path: folder of the checkpoint, or of several parts that belong together.
         checksums: check at level DEEP instead, and keep the SHA-256 of every file: reads all bytes twice.
-        marker: name of the marker's file.
+        marker: name of the marker's file; a plain name that hides no file of a checkpoint.
         threads: how many read at the same time, None for the number of processors.
         progress: told the number of bytes as they are read.
 
     Raises:
+        ValueError: `marker` cannot be a marker's name.
         ItemError: the checkpoint does not verify; nothing is written. The message names the worst finding.
+        OutputExistsError: there is a file of the marker's name that is no marker.
         CheckpointNotFoundError: there is nothing at that path.
         StorageError: the marker cannot be written.
-        UnsupportedError: the path is a file: a marker stands in a folder.
+        UnsupportedError: the path is a file, or a run directory: a marker stands in the folder of a checkpoint.
     """
+    problem = name_problem(marker)
+    if problem:
+        raise ValueError(f"a marker cannot be named so: {problem}")
     location = locate(path)
     if location.file is not None:
         raise UnsupportedError(f"{location.path} is a file; a marker stands in the folder of a checkpoint")
+    runs = runs_at(location)
+    if runs:
+        raise UnsupportedError(
+            f"{location.path} is a run directory; mark a step: {join(runs[0].path, runs[0].steps[-1])}"
+        )
+    there = next((entry for entry in location.storage.entries() if entry.name == marker), None)
+    if there and (there.is_dir or not is_marker(location.storage, marker, there.nbytes)):
+        raise OutputExistsError(f"{join(location.path, marker)} is there and is no marker of dcptool: not replaced")
     rules = Rules(Level.DEEP if checksums else Level.RECORDS, marker, threads=threads)
     verdict = judge(path, rules, progress)
     if not verdict.whole:
@@ -61,17 +75,21 @@ def mark_complete(
 
 
 def make_marker(location: Location, verdict: Verdict, name: str, checksums: bool) -> Marker:
-    """Describe the files of a folder as they are now."""
+    """Describe the files of a folder as they are now; who saved them, and how long it took, an old marker knows."""
     storage = location.storage
     ours = {name, NAME, *FOREIGN, *NEGATIVE}
     files = {entry.name: entry.nbytes for entry in walk(storage) if entry.name not in ours}
     sizes = [part.world_size for part in verdict.parts if part.world_size]
+    valid = verdict.marker is not None and verdict.marker.name == name and verdict.state is State.COMPLETE
+    old = verdict.marker if valid else None
     return Marker(
         name,
-        "mark",
+        (old and old.writer) or "mark",
         verdict.step,
         datetime.now(timezone.utc).isoformat(timespec="seconds"),
         max(sizes) if sizes else None,
+        old.save_seconds if old else None,
+        old.blocked_seconds if old else None,
         save_id=next((part.save_id for part in verdict.parts if part.save_id), None),
         metadata_sha256={file: sha256(storage, file, files[file]) for file in files if _is_metadata(file)},
         files=files,

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable
 
 _STEP = re.compile(
-    r"(?:epoch[_=](?P<epoch>\d+)[-_])?(?:global_?step|step|iter|checkpoint)[-_=]?(?P<step>\d+)(?:\.ckpt)?"
-    r"|ep(?P<epoch2>\d+)-ba(?P<batch>\d+)"
+    r"(?:epoch[_=](?P<epoch>\d{1,18})[-_])?(?:global_?step|step|iter|checkpoint)[-_=]?(?P<step>\d+)(?:\.ckpt)?"
+    r"|ep(?P<epoch2>\d{1,18})-ba(?P<batch>\d+)"
     r"|(?P<bare>\d+)"
 )
 
@@ -29,7 +29,17 @@ def step_number(name: str) -> int | None:
     return int(digits) if len(digits) <= 18 else None
 
 
+def step_order(name: str) -> tuple[int, int, str]:
+    """Return what steps are sorted by: epoch (0 where the name has none), step, name.
+
+    >>> step_order("epoch_2_step_100") > step_order("epoch_1_step_500")
+    True
+    """
+    match = _STEP.fullmatch(name)
+    epoch = (match["epoch"] or match["epoch2"]) if match else None
+    return int(epoch or 0), step_number(name) or 0, name
+
+
 def in_step_order(names: Iterable[str]) -> list[str]:
-    """Return the names that are steps, lowest first; names of one step in alphabetical order."""
-    numbered = [(number, name) for name in names if (number := step_number(name)) is not None]
-    return [name for _, name in sorted(numbered)]
+    """Return the names that are steps, lowest first; see `step_order`."""
+    return sorted((name for name in names if step_number(name) is not None), key=step_order)

@@ -7,21 +7,23 @@ is as good as the worst of them, and has one marker for all.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
 from dcptool.checkpoint import Checkpoint
-from dcptool.checks import INCOMPLETE_KINDS, CheckReport, Level, check
+from dcptool.checks import CheckReport, Level, check, state_of
 from dcptool.checks.items import Progress, Tally
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError, UnsupportedError
-from dcptool.findings import Finding, Severity
+from dcptool.findings import Finding, Severity, inside
+from dcptool.formats.dcp.reader import METADATA, rank_metadata
 from dcptool.formats.detect import find_parts, not_a_checkpoint, open_part
-from dcptool.marker import NAME, NEGATIVE_SUFFIX, Marker, marker_problems, negative_marker, read_marker, sha256
+from dcptool.marker import NAME, Marker, checksum_problems, marker_problems, read_marker
+from dcptool.runs import find_runs, is_run_of, listed
 from dcptool.steps import step_number
-from dcptool.storage import Entry, Location, join, locate, walk
+from dcptool.storage import Entry, Location, base_name, join, locate
 from dcptool.summary import world_size
+from dcptool.writing import folders_of, last_written, list_files, sign_of_writing
 
 GRACE_SECONDS = 3600.0
 UNMARKED_KINDS = frozenset({"stale-marker", "bad-marker", "no-marker"})
@@ -132,6 +134,15 @@ class Verdict(NamedTuple):
         return worst.message if worst else ""
 
 
+class _Found(NamedTuple):
+    """What a look at the parts of a folder shows; `other`: that it is no checkpoint dcptool checks."""
+
+    parts: tuple[PartReport, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    tally: Tally = Tally()
+    other: bool = False
+
+
 def judge(path: str | os.PathLike[str], rules: Rules = DEFAULT_RULES, progress: Progress | None = None) -> Verdict:
     """Judge one folder, or one file.
 
@@ -145,87 +156,120 @@ def judge(path: str | os.PathLike[str], rules: Rules = DEFAULT_RULES, progress: 
         StorageError: it cannot be listed.
     """
     location = locate(path, rules.also)
-    listing = _listing(location)
+    listing = list_files(location)
     files = {name: entry.nbytes for name, entry in listing.items()}
-    marker, problems = read_marker(location.storage, files, rules.marker)
-    if marker:
-        problems += marker_problems(marker, location.storage, files)
-    problems_of_marker = list(problems)
-    parts, found, tally, other = _check_parts(location, listing, rules, progress)
-    problems += found
-    if marker and marker.sha256 and rules.level >= Level.DEEP:
-        problems += _checksum_problems(marker, location, files)
+    names = [""] if location.file is not None else [part.name for part in find_parts(location, below_dcp=True)]
+    marker, problems = _markers(location, files, names, rules)
+    valid = marker is not None and not problems
+    found = _check_parts(location, names, listing, rules, progress)
+    problems += found.findings
     problems += [_missing_part(name) for name in rules.require if not _is_there(name, files)]
-    valid = marker is not None and not problems_of_marker
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
         problems = [problem for problem in problems if problem.kind != "mixed-times"]
     if rules.require_marker and marker is None and not any(p.kind in UNMARKED_KINDS for p in problems):
         message = f"there is no marker {rules.marker}"
         problems.append(Finding("no-marker", Severity.ERROR, message, next_step=f"dcptool mark {location.path}"))
-    written = max((entry.mtime for entry in listing.values() if entry.mtime is not None), default=None)
-    state = State.OTHER if other else _state(problems)
-    sign = _sign_of_writing(location, listing, problems, rules, written if marker is None else None)
-    if sign and not other:
+    state = State.OTHER if found.other else _state(problems)
+    kinds = {problem.kind for problem in problems}
+    sign = sign_of_writing(location, listing, names, kinds, None if marker else rules.grace)
+    if sign and not found.other:
         state = State.IN_PROGRESS
-    name = location.path.rstrip("/").rpartition("/")[2]
-    order = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.NOTE: 2}
-    problems.sort(key=lambda finding: order[finding.severity])
     return Verdict(
         location.path,
-        name,
-        step_number(name),
+        base_name(location.path),
+        step_number(base_name(location.path)),
         state,
         marker,
-        tuple(parts),
-        tuple(problems if sign is None else [sign, *problems]),
+        found.parts,
+        (*((sign,) if sign else ()), *_worst_first(problems)),
         len(files),
         sum(files.values()),
-        written,
+        last_written(location, listing),
         rules.level,
-        tally,
+        found.tally,
     )
 
 
-def _listing(location: Location) -> dict[str, Entry]:
-    if location.file is not None:
-        found = [entry for entry in location.storage.entries() if entry.name == location.file]
-        return {entry.name: entry for entry in found}
-    return {entry.name: entry for entry in walk(location.storage)}
+def unreadable(path: str, error: StorageError, level: Level) -> Verdict:
+    """Return the verdict on a step that cannot even be listed."""
+    name = base_name(path)
+    finding = Finding("unreadable", Severity.ERROR, str(error), next_step="It may be whole: look again when it can be.")
+    return Verdict(path, name, step_number(name), State.DAMAGED, None, (), (finding,), 0, 0, None, level, Tally())
+
+
+def _worst_first(problems: Sequence[Finding]) -> list[Finding]:
+    order = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.NOTE: 2}
+    return sorted(problems, key=lambda finding: order[finding.severity])
+
+
+def _markers(
+    location: Location, files: Mapping[str, int], parts: Sequence[str], rules: Rules
+) -> tuple[Marker | None, list[Finding]]:
+    """Read the markers of a folder and of its parts, and compare them with what is there.
+
+    Returns:
+        The marker of the folder; if it has none, but each of its parts has, that of the first. And what is wrong with
+        any of them.
+    """
+    markers: dict[str, Marker] = {}
+    problems: list[Finding] = []
+    for folder in folders_of(parts):
+        prefix = f"{folder}/" if folder else ""
+        storage = location.storage.below(folder) if folder else location.storage
+        there = {name.removeprefix(prefix): nbytes for name, nbytes in files.items() if name.startswith(prefix)}
+        marker, wrong = read_marker(storage, there, rules.marker)
+        if marker:
+            markers[folder] = marker._replace(name=prefix + marker.name)
+            wrong += marker_problems(marker, storage, there)
+            wrong += checksum_problems(marker, storage, there) if rules.level >= Level.DEEP else []
+        problems += [inside(folder, finding) for finding in wrong]
+    covered = [next((folder for folder in folders_of([part]) if folder in markers), None) for part in parts]
+    first = next((folder for folder in covered if folder is not None), None)
+    if "" in markers:
+        return markers[""], problems
+    return (markers[first] if first is not None and None not in covered else None), problems
 
 
 def _check_parts(
-    location: Location, listing: Mapping[str, Entry], rules: Rules, progress: Progress | None
-) -> tuple[list[PartReport], list[Finding], Tally, bool]:
-    """Open and check every part of a folder; also return whether this is no checkpoint at all."""
-    reports, problems, tally = [], [], Tally()
+    location: Location, names: Sequence[str], listing: Mapping[str, Entry], rules: Rules, progress: Progress | None
+) -> _Found:
+    """Open and check every part of a folder."""
     if not listing:
         message = f"{location.path} is empty: the save never wrote anything"
-        return [], [Finding("empty", Severity.ERROR, message)], tally, False
-    names = [""] if location.file is not None else [part.name for part in find_parts(location)]
+        return _Found((), (Finding("empty", Severity.ERROR, message),))
     if not names:
-        return [], [Finding("not-a-checkpoint", Severity.ERROR, not_a_checkpoint(location))], tally, True
+        return _other("not-a-checkpoint", not_a_checkpoint(location))
+    if "" not in names and is_run_of(base_name(location.path), names):
+        runs = find_runs(location)
+        message = f"{location.path} is a run directory: name a step of it"
+        return _other("run-directory", listed(location.path, runs) if len(runs) > 1 else message)
+    reports: list[PartReport] = []
+    problems: list[Finding] = []
+    tally = Tally()
+    used: set[str] = set()
     for name in names:
+        if name in used and f"{name}/{METADATA}" not in listing:  # where the checkpoint above keeps its data files
+            continue
         try:
             checkpoint = open_part(location, name)
             report = _check(checkpoint, name, listing, rules, progress)
-        except CheckpointNotFoundError as error:
-            problems.append(_unopened("no-metadata", location, name, error))
-        except UnsupportedError as error:
-            finding = _unopened("unsupported", location, name, error)
-            if len(names) == 1:
-                return [], [finding], tally, True
-            problems.append(finding)
-        except StorageError as error:
-            problems.append(_unopened("unreadable", location, name, error))
         except DcptoolError as error:
-            problems.append(_unopened("bad-metadata", location, name, error))
+            finding = _unopened(location, name, listing, error)
+            if len(names) == 1 and finding.kind == "unsupported":
+                return _Found((), (finding,), tally, True)
+            problems.append(finding)
         else:
+            used.update(file.rpartition("/")[0] for file in checkpoint.usage if not name)
             n_tensors = len(checkpoint.tensors)
             sizes = (world_size(checkpoint), n_tensors, len(checkpoint) - n_tensors)
             reports.append(PartReport(name, checkpoint.format, checkpoint.flavour, *sizes, checkpoint.save_id))
-            problems += [_inside(name, finding) for finding in report.findings]
+            problems += [inside(name, finding) for finding in report.findings]
             tally = tally.plus(report.tally)
-    return reports, problems, tally, False
+    return _Found(tuple(reports), tuple(problems), tally)
+
+
+def _other(kind: str, message: str) -> _Found:
+    return _Found((), (Finding(kind, Severity.ERROR, message),), Tally(), True)
 
 
 def _check(
@@ -237,28 +281,26 @@ def _check(
     return check(checkpoint, rules.level, written=written, threads=rules.threads, progress=progress)
 
 
-def _unopened(kind: str, location: Location, name: str, error: DcptoolError) -> Finding:
+def _unopened(location: Location, name: str, listing: Mapping[str, Entry], error: DcptoolError) -> Finding:
+    """Return what it means that a part did not open."""
     path = join(location.path, name)
     message, _, step = str(error).removeprefix(f"{path}: ").partition("\n")
+    kind = "bad-metadata"
+    if isinstance(error, CheckpointNotFoundError) or _is_metadata_empty(listing, name):
+        kind = "no-metadata"
+    elif isinstance(error, UnsupportedError):
+        kind = "unsupported"
+    elif isinstance(error, StorageError):
+        kind = "unreadable"
     return Finding(kind, Severity.ERROR, f"{name}: {message}" if name else message, name or None, next_step=step)
 
 
-def _inside(part: str, finding: Finding) -> Finding:
-    """Return a finding of a part as one of the folder that holds it."""
-    if not part:
-        return finding
-    file = f"{part}/{finding.file}" if finding.file else part
-    return finding._replace(file=file, message=f"{part}: {finding.message}")
-
-
-def _checksum_problems(marker: Marker, location: Location, files: Mapping[str, int]) -> list[Finding]:
-    """Compare every file that the marker has a SHA-256 of, with one read of each."""
-    problems = []
-    for name, digest in marker.sha256.items():
-        if name in files and sha256(location.storage, name, files[name]) != digest:
-            message = f"{name} is not what was marked: its SHA-256 differs from the one in {marker.name}"
-            problems.append(Finding("changed-file", Severity.ERROR, message, name))
-    return problems
+def _is_metadata_empty(listing: Mapping[str, Entry], name: str) -> bool:
+    """Tell whether all metadata of a DCP part has no byte: a save that was killed as it wrote it."""
+    prefix = f"{name}/" if name else ""
+    direct = {key.removeprefix(prefix): entry.nbytes for key, entry in listing.items() if key.startswith(prefix)}
+    metadata = [METADATA] if METADATA in direct else rank_metadata(direct)
+    return bool(metadata) and not any(direct[file] for file in metadata)
 
 
 def _missing_part(name: str) -> Finding:
@@ -270,42 +312,6 @@ def _is_there(name: str, files: Mapping[str, int]) -> bool:
 
 
 def _state(problems: Sequence[Finding]) -> State:
-    kinds = {problem.kind for problem in problems if problem.severity is Severity.ERROR}
-    if not kinds:
-        return State.COMPLETE
-    if kinds <= UNMARKED_KINDS:
-        return State.UNMARKED
-    return State.INCOMPLETE if kinds <= INCOMPLETE_KINDS | UNMARKED_KINDS else State.DAMAGED
-
-
-def _sign_of_writing(
-    location: Location,
-    before: Mapping[str, Entry],
-    problems: Sequence[Finding],
-    rules: Rules,
-    written: float | None,
-) -> Finding | None:
-    """Return what tells that somebody is writing there now."""
-    negative = negative_marker(before)
-    if negative is None and location.file is None and _exists(location.path + NEGATIVE_SUFFIX):
-        negative = f"{location.path}{NEGATIVE_SUFFIX}"
-    if negative:
-        return Finding("being-written", Severity.WARNING, f"{negative} says that it is being written", negative)
-    after = _listing(location)
-    if after != before:
-        changed = sorted({*before.items()} ^ {*after.items()})[0][0]
-        return Finding("being-written", Severity.WARNING, f"{changed} changed while it was looked at", changed)
-    if any(problem.kind in ("no-metadata", "empty") for problem in problems) and written is not None:
-        age = time.time() - written
-        if age < rules.grace:
-            message = f"no metadata yet, and a file was written {max(age, 0):,.0f} s ago: perhaps still being saved"
-            return Finding("being-written", Severity.WARNING, message)
-    return None
-
-
-def _exists(path: str) -> bool:
-    try:
-        locate(path)
-    except DcptoolError:
-        return False
-    return True
+    state = State(state_of(problem for problem in problems if problem.kind not in UNMARKED_KINDS))
+    unmarked = any(problem.kind in UNMARKED_KINDS for problem in problems)
+    return State.UNMARKED if unmarked and state is State.COMPLETE else state

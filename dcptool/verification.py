@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dcptool.checks.items import Progress
+from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.findings import Finding, Severity
-from dcptool.formats.detect import find_parts, open_part
-from dcptool.runs import Run, find_run
+from dcptool.formats.dcp.reader import is_dcp
+from dcptool.formats.detect import open_part, part_files
+from dcptool.marker import is_of_save
+from dcptool.runs import Run, find_runs, listed
 from dcptool.storage import Location, join, locate
-from dcptool.verdict import DEFAULT_RULES, Rules, State, Verdict, judge
+from dcptool.verdict import DEFAULT_RULES, Rules, State, Verdict, judge, unreadable
+from dcptool.writing import exists
 
 MIN_SIBLINGS = 2
 """Other steps that must all have a part before one without it counts as lacking it."""
@@ -71,8 +76,8 @@ def verify(
     if run is None:
         verdicts: Sequence[Verdict] = [judge(path, rules, progress)]
     else:
-        every = [judge(join(run.path, name), _rules_of(run, name, rules), progress) for name in run.steps]
-        verdicts = compare_steps(every)
+        every = [judge_step(run, name, rules, progress) for name in run.steps]
+        verdicts = compare_steps([verdict for verdict in every if verdict])
     if load:
         verdicts = [loaded(verdict, trust, progress) for verdict in verdicts]
     return VerifyReport(run.path if run else location.path, run is not None, tuple(verdicts))
@@ -103,26 +108,49 @@ def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> V
     return verdict._replace(state=state, findings=(*errors, *verdict.findings, *rest))
 
 
-def run_at(location: Location) -> Run | None:
-    """Return the run directory at a location, None if it is a checkpoint itself or holds no steps."""
+def runs_at(location: Location) -> list[Run]:
+    """Return the run directory at a location, or those below it; none if it is a checkpoint or there are no steps."""
     if location.file is not None:
-        return None
-    itself = next((part for part in find_parts(location) if not part.name), None)
-    return None if itself and itself.is_dcp else find_run(location)
+        return []
+    return [] if is_dcp(part_files(location, "")) else find_runs(location)
 
 
-def _rules_of(run: Run, name: str, rules: Rules) -> Rules:
-    """Return the rules for one step: the other halves of it lie under the same name."""
+def run_at(location: Location) -> Run | None:
+    """Return the one run directory at a location, None if it is a checkpoint itself, or holds no steps or several."""
+    runs = runs_at(location)
+    return runs[0] if len(runs) == 1 else None
+
+
+def require_run(location: Location) -> Run:
+    """Return the one run directory at a location.
+
+    Raises:
+        CheckpointNotFoundError: there is none, or there are several, which the message lists.
+    """
+    if location.file is not None:
+        raise CheckpointNotFoundError(f"{location.path} is a file, no run directory")
+    runs = find_runs(location)
+    if len(runs) != 1:
+        raise CheckpointNotFoundError(listed(location.path, runs))
+    return runs[0]
+
+
+def judge_step(run: Run, name: str, rules: Rules, progress: Progress | None = None) -> Verdict | None:
+    """Judge one step of a run; None if it has vanished. One that cannot be looked at is damaged: others go on.
+
+    Of a run in several halves (`Rules.also`) the halves of a step lie under the same name; one may lack it.
+    """
+    path = join(run.path, name)
     below = f"{run.folder}/{name}" if run.folder else name
-    return rules._replace(also=tuple(path for folder in rules.also if _is_there(path := join(folder, below))))
-
-
-def _is_there(path: str) -> bool:
+    halves = [half for half in (path, *(join(folder, below) for folder in rules.also)) if exists(half)]
+    if rules.also and halves:
+        path, rules = halves[0], rules._replace(also=tuple(halves[1:]))
     try:
-        locate(path)
-    except OSError:
-        return False
-    return True
+        return judge(path, rules, progress)
+    except CheckpointNotFoundError:
+        return None
+    except StorageError as error:
+        return unreadable(path, error, rules.level)
 
 
 def compare_steps(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
@@ -133,22 +161,21 @@ def compare_steps(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     """
     compared = []
     marked = ""
+    with_parts = [verdict for verdict in verdicts if verdict.parts]
+    count = Counter(part.name for verdict in with_parts for part in verdict.parts)
     for verdict in verdicts:
-        others = [other for other in verdicts if other is not verdict]
-        lacking = missing_parts(verdict, [[part.name for part in other.parts] for other in others if other.parts])
+        n_others = len(with_parts) - bool(verdict.parts)
+        # What this step has is not missing, so the count of the others is the count of all.
+        common = [name for name, number in count.items() if number == n_others]
+        lacking = missing_parts(verdict, n_others, common)
         if lacking and verdict.whole:
             verdict = _with(verdict, State.INCOMPLETE, lacking)
         if marked and verdict.state is State.COMPLETE and verdict.marker is None:
             verdict = without_marker(verdict, marked)
-        if is_saved_marker(verdict):
+        if is_of_save(verdict.marker):
             marked = verdict.name
         compared.append(verdict)
     return tuple(compared)
-
-
-def is_saved_marker(verdict: Verdict) -> bool:
-    """Tell whether a step's marker shows that saves of this run write markers; one by hand does not."""
-    return verdict.marker is not None and verdict.marker.writer in ("save", None)
 
 
 def without_marker(verdict: Verdict, marked: str) -> Verdict:
@@ -158,20 +185,20 @@ def without_marker(verdict: Verdict, marked: str) -> Verdict:
     return _with(verdict, State.UNMARKED, [Finding("no-marker", Severity.ERROR, message, next_step=step)])
 
 
-def missing_parts(verdict: Verdict, siblings: Sequence[Iterable[str]]) -> list[Finding]:
+def missing_parts(verdict: Verdict, n_siblings: int, common: Iterable[str]) -> list[Finding]:
     """Return the parts that all sibling steps have and this one has not.
 
     Args:
         verdict: on the step.
-        siblings: of each other step that has any, the names of its parts.
+        n_siblings: how many other steps have parts.
+        common: names of parts that all these have.
     """
-    if len(siblings) < MIN_SIBLINGS or not verdict.parts:
+    if n_siblings < MIN_SIBLINGS or not verdict.parts:
         return []
-    common = frozenset.intersection(*map(frozenset, siblings))
     there = {part.name for part in verdict.parts} | {finding.file for finding in verdict.findings}
     return [
         Finding("missing-part", Severity.ERROR, f"the part {name} is missing, which all other steps have", name)
-        for name in sorted(common - there)
+        for name in sorted(set(common) - there)
     ]
 
 

@@ -19,11 +19,13 @@ ORDER = (
     "formats.torch_items formats.safetensors_header formats.dcp.tokens formats.dcp.tensor_runs formats.dcp.bulk "
     "formats.dcp.metadata formats.dcp.build formats.dcp.items formats.dcp.reader formats.torch_save "
     "formats.safetensors steps formats.detect marker formats.torch_graphs formats.torch_zip_write "
-    "formats.torch_save_write formats.safetensors_write formats.dcp.write formats.layouts placements "
-    "checks.families checks.files checks.extents checks.paths checks.copies checks.items checks names notes runs "
-    "summary verdict torch_load verification newest marking retention rewrite torch_engine overview render.text "
-    "render.folding render.inspect render.verify render.convert cli.options cli.progress cli.inspect cli.verify "
-    "cli.latest cli.mark cli.prune cli.convert cli __main__ "
+    "formats.torch_save_write formats.safetensors_write formats.dcp.write formats.layouts placements checks.families "
+    "checks.extents checks.files checks.paths checks.copies checks.items checks names notes runs summary "
+    "comparing.results comparing.arithmetic comparing.bands comparing.pool comparing.values comparing.graphs "
+    "comparing.objects comparing.pairing comparing.outline comparing.live comparing writing verdict torch_load verification "
+    "pointers newest marking retention rewrite torch_engine overview render.text render.folding render.inspect render.verify "
+    "render.convert render.diff cli.options cli.progress cli.inspect cli.verify cli.latest cli.mark cli.prune "
+    "cli.convert cli.diff cli __main__ "
 ).split()
 HEAVY = {"torch", "numpy", "ml_dtypes", "fsspec", "zstandard", "s3fs", "safetensors"}
 MODULES = sorted((ROOT / "dcptool").rglob("*.py"))

@@ -22,7 +22,7 @@ def latest(
     Steps are looked at newest first, by what is in them, whatever pointer files say. Why newer ones were passed over
     goes to stderr.
 
-    Exits 1 if no step is complete.
+    Exits 1 if no step is complete, or there is none.
     """
     from dcptool.checks import Level
     from dcptool.newest import find_latest

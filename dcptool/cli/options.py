@@ -50,8 +50,22 @@ class Duration(click.ParamType[float]):
 def marker(command: Command) -> Command:
     """Add --marker."""
     return click.option(
-        "--marker", default="_COMPLETE", show_default=True, metavar="NAME", help="Name of the marker file."
+        "--marker",
+        default="_COMPLETE",
+        show_default=True,
+        metavar="NAME",
+        callback=_marker_name,
+        help="Name of the marker file.",
     )(command)
+
+
+def _marker_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    from dcptool.marker import name_problem
+
+    problem = name_problem(value)
+    if problem:
+        raise click.BadParameter(problem, ctx, param)
+    return value
 
 
 def require_marker(command: Command) -> Command:

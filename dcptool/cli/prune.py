@@ -37,8 +37,9 @@ def prune(
 ) -> int:
     """Delete old checkpoints of a run.
 
-    Only complete steps count toward --keep. Never deleted are the newest complete step, what a pointer names, and what
-    is being written. Shows the plan and asks; off a terminal --dry-run or --yes is needed.
+    Only complete steps count toward --keep. Never deleted are the newest complete step, what a pointer names, what a
+    kept step has links into, what is being written, and what could not be read. Shows the plan and asks; off a terminal
+    --dry-run or --yes is needed.
 
     Exits 1 if something was not deleted after all.
     """

@@ -46,10 +46,13 @@ def verify(
     PATH is a checkpoint, or a run directory (a row per step, then details). Without options this reads the metadata
     and the sizes of files: seconds, whatever the size.
 
-    Exits 1 unless every checkpoint is complete; in a run directory a step may be in progress.
+    Exits 1 unless every checkpoint is complete; in a run directory a step may be in progress. Of several paths one that
+    cannot be opened stops none of the others; then it exits 3.
     """
     from dcptool.checks import Level
     from dcptool.cli.progress import bar
+    from dcptool.errors import DcptoolError
+    from dcptool.render.text import shown
     from dcptool.render.verify import verify_json, verify_text
     from dcptool.verdict import Rules
     from dcptool.verification import verify as verify_path
@@ -60,13 +63,24 @@ def verify(
         raise click.UsageError("--load needs all files in one folder; --also only reads them as if they were")
     level = Level.DEEP if deep else Level.RECORDS if records else Level.METADATA
     rules = Rules(level, marker, require_marker, (), grace, also, threads)
-    reports = []
+    documents = []
+    code = 0
     for path in paths:
-        with bar(quiet) as progress:
-            reports.append(verify_path(path, rules, progress, load=load, trust=trust))
-        if not quiet and not as_json:
-            click.echo(("\n" if len(reports) > 1 else "") + verify_text(reports[-1], options.width()))
+        try:
+            with bar(quiet) as progress:
+                report = verify_path(path, rules, progress, load=load, trust=trust)
+        except DcptoolError as error:
+            if len(paths) == 1:
+                raise
+            click.echo(f"error: {shown(str(error))}", err=True)
+            documents.append({"path": path, "error": str(error)})
+            code = 3
+            continue
+        code = max(code, int(not report.good))
+        if as_json:
+            documents.append(verify_json(report))
+        elif not quiet:
+            click.echo(verify_text(report, options.width()) + "\n" * (path is not paths[-1]))
     if as_json and not quiet:
-        documents = [verify_json(report) for report in reports]
-        options.print_json(documents[0] if len(documents) == 1 else {"schema": 1, "reports": documents})
-    return 0 if all(report.good for report in reports) else 1
+        options.print_json(documents[0] if len(paths) == 1 else {"schema": 1, "reports": documents})
+    return code

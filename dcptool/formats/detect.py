@@ -147,11 +147,15 @@ def kind_of(files: Mapping[str, int]) -> str | None:
     return None
 
 
-def find_parts(location: Location) -> list[Part]:
+def find_parts(location: Location, below_dcp: bool = False) -> list[Part]:
     """Find the checkpoints at a folder, the folder itself first, and in its subfolders at most MAX_PART_DEPTH deep.
 
-    A DCP directory's own subfolders are not looked at, nor are hidden and temporary ones. A subfolder that cannot be
-    listed is a part too, so that opening it says why.
+    Hidden and temporary subfolders are not looked at. A subfolder that cannot be listed is a part too, so that opening
+    it says why.
+
+    Args:
+        location: the folder.
+        below_dcp: whether to look below a DCP directory too, but for steps; else it is the only part.
     """
     storage = location.storage
     parts: list[Part] = []
@@ -175,10 +179,12 @@ def find_parts(location: Location) -> list[Part]:
             kind = kind_of(files)
             if kind:
                 parts.append(Part(folder, kind))
-                if depth == 0 and is_dcp(files):
-                    return parts
-            if not kind or (depth == 0 and not is_dcp(files)):
-                deeper += [entry.name for entry in entries if entry.is_dir and not _is_passed_over(entry)]
+            root_dcp = depth == 0 and is_dcp(files)
+            if root_dcp and not below_dcp:
+                return parts
+            if not kind or depth == 0:
+                names = [entry.name for entry in entries if entry.is_dir and not _is_passed_over(entry)]
+                deeper += [name for name in names if not root_dcp or step_number(name) is None]
         level = deeper
     return parts
 
