@@ -18,8 +18,6 @@ from dcptool.rewrite import convert
 from tests import damage
 from tests.conftest import FOREIGN, ROOT
 
-pytestmark = pytest.mark.torchfree
-
 DRIVER = textwrap.dedent(
     """
     import json, os, signal, sys
