@@ -542,7 +542,6 @@ def types_in(value):
             yield from types_in(item)
 
 
-@torchfree
 @both
 @given(VALUES, st.integers(0, 5))
 def test_plain_values_come_back_equal(protocol, value, source):
@@ -623,7 +622,6 @@ def test_strings_of_every_length_and_with_surrogates(protocol):
     assert pickle.loads(emit(strings, protocol)) == strings
 
 
-@torchfree
 @both
 def test_long_lists_and_dicts_are_written_in_batches(protocol):
     for count in (1, 2, 999, 1000, 1001, 2500):
@@ -707,7 +705,6 @@ def nested(kind, depth):
     return value
 
 
-@torchfree
 def test_depth_is_no_danger():
     kinds = itertools.cycle([
         lambda value: [value],
@@ -721,7 +718,6 @@ def test_depth_is_no_danger():
     assert_same_graph(graph, again(graph, 4))
 
 
-@torchfree
 def test_python_reads_what_is_nested_deep():
     value, depth = pickle.loads(emit(nested(lambda value: [value], 100_000), 2)), 0
     while value:

@@ -25,7 +25,7 @@ from tests import damage
 from tests.conftest import FOREIGN as CHECKPOINTS
 from tests.conftest import OLD, ROOT
 
-pytestmark = pytest.mark.torchfree
+torchfree = pytest.mark.torchfree
 GOOD = CHECKPOINTS / "run_crashed" / "ckpt" / "step_100"
 
 
@@ -62,6 +62,7 @@ def names(verdicts) -> list[tuple[str, str]]:
     return [(verdict.name, verdict.state.value) for verdict in verdicts]
 
 
+@torchfree
 class TestLatest:
     def test_the_newest_that_is_whole_whatever_its_name_sorts_like(self, run):
         folder = run("step_9", "step_10", "step_11", "notes", "step_12.tmp", "tmp_step_13")
@@ -280,6 +281,7 @@ class TestMarkers:
         assert verdict.findings == ()
 
 
+@torchfree
 class TestComposite:
     @pytest.fixture
     def composite(self, run, tmp_path):
@@ -367,6 +369,7 @@ def plan(verdicts, keep, **options) -> dict[str, bool]:
     return {decision.name: decision.keep for decision in plan_prune("run", verdicts, keep, **options).decisions}
 
 
+@torchfree
 class TestPlan:
     STEPS = tuple(verdict(f"step_{number}") for number in (500, 1000, 1500, 2000, 2500))
 
@@ -406,6 +409,7 @@ class TestPlan:
             plan_prune("run", self.STEPS, 0)
 
 
+@torchfree
 class TestDelete:
     def test_old_ones_go(self, run):
         folder = run(*(f"step_{number}" for number in (1, 2, 3, 4)), "notes")

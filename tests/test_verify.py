@@ -181,7 +181,6 @@ def test_a_marker_with_checksums_finds_a_flip_in_any_file(fresh, name):
     assert judge(folder, Rules(level=DEEP)).state is State.COMPLETE
 
 
-@pytest.mark.torchfree
 @pytest.mark.parametrize("name", ["dcp", "rank-local", "safetensors-dcp", "hf-shards", "safetensors", "zstd"])
 def test_a_file_cut_at_every_512_bytes(fresh, name):
     folder = fresh(name)
