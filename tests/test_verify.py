@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
+import threading
+import time
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -228,6 +231,112 @@ def test_missing_files_of_the_safetensors_formats(fresh):
         min(folder.glob("*.safetensors")).unlink()
         verdict = judge(folder)
         assert not verdict.whole, (name, expected)
+
+
+@pytest.mark.torchfree
+class TestSetsOfSafetensors:
+    """`-of-N` in a file's name says how many there are."""
+
+    def test_a_lone_file_of_several(self, fresh):
+        folder = fresh("safetensors")
+        (folder / "model.safetensors.index.json").unlink()
+        assert judge(folder).state is State.COMPLETE
+        (folder / "model-00002-of-00002.safetensors").unlink()
+        verdict = judge(folder)
+        assert (verdict.state, kinds(verdict)) == (State.INCOMPLETE, {"missing-file"})
+        assert verdict.reason == "1 of 2 files are missing: model-00002-of-00002.safetensors"
+        assert judge(folder / "model-00001-of-00002.safetensors").whole  # a file that is named is looked at alone
+
+    def test_shards_between_others(self, fresh):
+        folder = fresh("hf-shards")
+        (folder / "shard-00002-model-00001-of-00001.safetensors").unlink()
+        verdict = judge(folder)
+        assert (verdict.state, kinds(verdict)) == (State.INCOMPLETE, {"missing-file"})
+        assert "shard 2 of at least 3" in verdict.reason
+
+    def test_a_file_that_no_rank_has(self, tmp_path):
+        folder = damage.copy(FOREIGN / "hf_sharded_multi", tmp_path / "c")
+        assert judge(folder).state is State.COMPLETE
+        for file in folder.glob("*-00003-of-00003.safetensors"):
+            file.unlink()
+        verdict = judge(folder)
+        assert (verdict.state, kinds(verdict)) == (State.INCOMPLETE, {"missing-file"})
+        assert "model-00003-of-00003.safetensors" in verdict.reason
+
+    def test_the_last_shards_cannot_be_proven_and_it_is_said(self, fresh):
+        folder = fresh("hf-shards")
+        (folder / "shard-00003-model-00001-of-00001.safetensors").unlink()
+        verdict = judge(folder)
+        assert verdict.state is State.COMPLETE
+        assert [finding.kind for finding in verdict.findings] == ["last-shards-unknown"]
+
+
+@pytest.mark.torchfree
+def test_what_a_cut_takes_with_it(fresh):
+    folder = fresh("dcp")
+    items = sorted(
+        (chunk.item.byte_offset, entry.fqn, list(chunk.offsets))
+        for entry in dcptool.open(folder).tensors.values()
+        for chunk in entry.chunks
+        if chunk.item.file == "__1_0.distcp"
+    )
+    start, fqn, offsets = items[-1]
+    damage.truncate(folder / "__1_0.distcp", start + 10)
+    assert judge(folder).reason.endswith(f"1 of them lies beyond the end: {fqn!r} at {offsets}")
+    start, fqn, offsets = items[-3]
+    damage.truncate(folder / "__1_0.distcp", start + 10)
+    assert f"of them lie beyond the end, the first {fqn!r} at {offsets}" in judge(folder).reason
+
+
+def test_an_item_too_short_for_its_box(fresh):
+    torch = pytest.importorskip("torch")
+    folder = fresh("dcp")
+
+    def grow(metadata):
+        entry = metadata.state_dict_metadata["model.emb.weight"]
+        entry.size = torch.Size((entry.size[0], 9000))
+        for chunk in entry.chunks:
+            chunk.sizes = torch.Size((chunk.sizes[0], 9000))
+
+    damage.edit_metadata(folder, grow)
+    verdict = judge(folder)
+    assert (verdict.state, kinds(verdict)) == (State.DAMAGED, {"short-item"})
+    assert "too few for float32 [10, 9000], and 3 more" in verdict.reason
+
+
+def test_a_save_of_nothing_is_a_warning(tmp_path):
+    verdict = judge(save(tmp_path / "step", {}))
+    assert verdict.state is State.COMPLETE
+    assert [(found.kind, found.severity.value) for found in verdict.findings] == [("nothing-saved", "warning")]
+
+
+@pytest.mark.torchfree
+def test_a_number_of_many_digits_is_no_rank():
+    from dcptool.checks.families import per_rank_families
+
+    names = ["rng.rank_1", "rng.rank_" + "9" * 10, "rng.rank_" + "9" * 5000]
+    assert per_rank_families(names) == {"rng.rank_N": {1}}
+
+
+@pytest.mark.torchfree
+def test_ctrl_c_stops_at_the_next_piece(fresh, monkeypatch):
+    from dcptool.storage import LocalStorage
+
+    folder = fresh("dcp")
+    reads = []
+    read_into = LocalStorage.read_into
+
+    def interrupted(storage, *args):
+        reads.append(args[0])
+        if len(reads) == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.5)  # the main thread takes the signal meanwhile
+        read_into(storage, *args)
+
+    monkeypatch.setattr(LocalStorage, "read_into", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        judge(folder, Rules(level=DEEP, threads=1))
+    assert reads == ["__0_0.distcp"]
 
 
 def test_two_files_of_one_layout_swapped(tmp_path):
