@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry
     from dcptool.checks import Level, check
+    from dcptool.comparing import DiffOptions, compare
     from dcptool.formats.detect import open_checkpoint as open
     from dcptool.marking import mark_complete
     from dcptool.newest import find_latest, find_steps
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint",
+    "DiffOptions",
     "Level",
     "ObjectEntry",
     "Options",
@@ -26,6 +28,7 @@ __all__ = [
     "State",
     "TensorEntry",
     "check",
+    "compare",
     "convert",
     "delete_steps",
     "find_latest",
@@ -41,6 +44,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "checkpoint": ("Checkpoint", "ObjectEntry", "TensorEntry"),
     "checks": ("Level", "check"),
+    "comparing": ("DiffOptions", "compare"),
     "marking": ("mark_complete",),
     "newest": ("find_latest", "find_steps"),
     "overview": ("summarize",),

@@ -137,7 +137,7 @@ def summarize_checkpoint(
     """Summarize one open checkpoint; arguments as in `summarize`."""
     selected = [fqn for fqn in checkpoint if selects(fqn, keys, exclude)]
     n_ranks = world_size(checkpoint)
-    layouts = _layouts(checkpoint, n_ranks)
+    layouts = layouts_of(checkpoint, n_ranks)
     tensors = tuple(_tensor(checkpoint.tensors[fqn], layouts[fqn], chunks) for fqn in selected if fqn in layouts)
     if values:
         shown = ((tensor, checkpoint.tensors[tensor.fqn]) for tensor in tensors[:MAX_CORNERS])
@@ -182,7 +182,7 @@ def world_size(checkpoint: Checkpoint) -> int | None:
     return max(ranks) + 1 if ranks else None
 
 
-def _layouts(checkpoint: Checkpoint, n_ranks: int | None) -> dict[str, str]:
+def layouts_of(checkpoint: Checkpoint, n_ranks: int | None) -> dict[str, str]:
     """Return fqn → layout of all tensors; the rank of each file is looked up once."""
     rank_of = [*map(data_file_rank, checkpoint.table.files), None]  # the last for chunks without a place, index -1
     megatron = checkpoint.flavour.startswith("Megatron")

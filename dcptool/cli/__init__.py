@@ -15,6 +15,7 @@ import click
 
 from dcptool import __version__
 from dcptool.cli.convert import convert
+from dcptool.cli.diff import diff
 from dcptool.cli.inspect import inspect
 from dcptool.cli.latest import latest
 from dcptool.cli.mark import mark
@@ -88,7 +89,7 @@ def _complain(message: str) -> None:
 @click.version_option(__version__, prog_name="dcptool")
 @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
 def main(debug: bool) -> None:
-    """Inspect, verify, tidy and convert torch.distributed.checkpoint (DCP) directories.
+    """Inspect, verify, tidy, convert and compare torch.distributed.checkpoint (DCP) directories.
 
     Reads without torch and never executes a pickle.
 
@@ -96,5 +97,5 @@ def main(debug: bool) -> None:
     """
 
 
-for command in (inspect, verify, latest, mark, prune, convert):
+for command in (inspect, verify, latest, mark, prune, convert, diff):
     main.add_command(command)

@@ -1,0 +1,55 @@
+"""`dcptool diff`."""
+
+from __future__ import annotations
+
+import click
+
+from dcptool.cli import options
+
+
+@click.command(epilog="Example: dcptool diff ckpt/step_500 model.safetensors --strip-prefix-a model.")
+@click.argument("a", metavar="A", type=click.Path())
+@click.argument("b", metavar="B", type=click.Path())
+@click.option("--layout", is_flag=True, help="Also compare how tensors are cut into chunks.")
+@click.option("--rtol", type=click.FloatRange(0), default=0.0, metavar="R", help="Take |a - b| up to R·|b| …")
+@click.option("--atol", type=click.FloatRange(0), default=0.0, metavar="T", help="… plus T as equal; bitwise without.")
+@click.option("--nan-equal", is_flag=True, help="Take any NaN as equal to any other.")
+@click.option("--strip-prefix-a", default="", metavar="P", help="Take this off the front of A's names.")
+@click.option("--strip-prefix-b", default="", metavar="P", help="Take this off the front of B's names.")
+@options.selection
+@options.threads
+@options.output
+def diff(
+    a: str,
+    b: str,
+    layout: bool,
+    rtol: float,
+    atol: float,
+    nan_equal: bool,
+    strip_prefix_a: str,
+    strip_prefix_b: str,
+    keys: tuple[str, ...],
+    exclude: tuple[str, ...],
+    threads: int | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Compare two checkpoints of any formats, layouts and numbers of ranks.
+
+    Compared are names, kinds, shapes, dtypes, all values bit for bit, and objects, in constant memory. With --keys and
+    --exclude an entry counts as named if it is under its name on either side.
+
+    Exits 1 if something differs or cannot be read.
+    """
+    from dcptool.cli.progress import bar
+    from dcptool.comparing import DiffOptions, compare
+    from dcptool.render.diff import diff_json, diff_text
+
+    chosen = DiffOptions(keys, exclude, strip_prefix_a, strip_prefix_b, rtol, atol, nan_equal, layout, threads)
+    with bar(quiet) as progress:
+        report = compare(a, b, chosen, progress=progress)
+    if as_json and not quiet:
+        options.print_json(diff_json(report))
+    elif not quiet:
+        click.echo(diff_text(report, options.width()))
+    return 0 if report.equal else 1

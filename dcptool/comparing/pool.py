@@ -1,0 +1,45 @@
+"""Run jobs on threads, a few ahead of whoever takes the results in order."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+MAX_THREADS = 8
+"""Threads where nobody asked for a number: each holds buffers of its own."""
+_AHEAD_PER_THREAD = 4
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class Pool:
+    """Threads that run jobs; a context manager, which drops what has not begun when it is left.
+
+    Args:
+        threads: how many; None for the number of processors, at most MAX_THREADS.
+    """
+
+    def __init__(self, threads: int | None) -> None:
+        self.n_threads = threads or min(os.cpu_count() or 1, MAX_THREADS)
+        self._executor = ThreadPoolExecutor(self.n_threads, "diff")
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+    def run(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[tuple[Job, Result]]:
+        """Yield each job with its result, in the order of the jobs, which are taken from their source as needed."""
+        ahead: deque[tuple[Job, Future[Result]]] = deque()
+        for job in jobs:
+            ahead.append((job, self._executor.submit(function, job)))
+            if len(ahead) > self.n_threads * _AHEAD_PER_THREAD:
+                done, future = ahead.popleft()
+                yield done, future.result()
+        for done, future in ahead:
+            yield done, future.result()
