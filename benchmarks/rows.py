@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,20 @@ def _verify_deep(mib: int) -> Callable[[Path], tuple[list[str], list[str]]]:
         path = checkpoints.make("model", cache, mib, 0)
         ours = [sys.executable, "-m", "dcptool", "verify", "--deep", str(path)]
         return ours, ["sh", "-c", f"cat {path}/*.distcp > /dev/null"]
+
+    return commands
+
+
+def _diff(mib: int) -> Callable[[Path], tuple[list[str], list[str]]]:
+    """Our comparison of a checkpoint with a copy of it against `cmp`, file by file."""
+
+    def commands(cache: Path) -> tuple[list[str], list[str]]:
+        path = checkpoints.make("model", cache, mib, 0)
+        copy = path.with_name(f"{path.name}_copy")
+        if not copy.exists():
+            shutil.copytree(path, copy)
+        ours = [sys.executable, "-m", "dcptool", "diff", str(path), str(copy)]
+        return ours, ["sh", "-c", f"for file in {path}/*.distcp; do cmp $file {copy}/${{file##*/}} || exit 1; done"]
 
     return commands
 
@@ -108,5 +123,7 @@ ROWS = {
         "convert --to torch, 1 GiB", "dcp_to_torch_save", 1 / 10, 1 / 5, _convert("torch", 1024, 0, "torch")
     ),
     "dcp-torch": Row("convert --to dcp, 1 GiB", "torch_save_to_dcp", 1 / 5, 1 / 3, _convert("dcp", 1024, 0, "torch")),
+    "diff-1g": Row("diff with a copy, 1 GiB", "cmp", 2.0, None, _diff(1024)),
+    "diff-4g": Row("diff with a copy, 4 GiB", "cmp", 2.0, None, _diff(4096)),
     "inspect-10k-tensors": Row("inspect, 10 k tensors", PEER, None, None, _inspect_chunks(10_000, 2)),
 }
