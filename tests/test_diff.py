@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import dcptool
 from dcptool.checkpoint import Checkpoint, TensorEntry
 from dcptool.chunks import ChunkTable
-from dcptool.comparing import DiffOptions, arithmetic, bands, values
+from dcptool.comparing import DiffOptions, arithmetic, bands, compare_checkpoints, values
 from dcptool.comparing.bands import refinement
 from dcptool.comparing.pairing import likely_renames, pair
 from dcptool.comparing.results import Difference, DiffReport, Known, Lone, Side, Values
@@ -24,14 +24,17 @@ from dcptool.errors import LayoutError
 from dcptool.model import Extent, Payload, Record
 from dcptool.regions import contiguous_strides, intersect, volume
 from dcptool.render.diff import diff_text
+from dcptool.selection import Renaming
 from tests import damage
 from tests.conftest import WHOLE, part, run
 
-torch = pytest.importorskip("torch")
+try:
+    import torch
+    from safetensors.torch import save_file
 
-from safetensors.torch import save_file  # noqa: E402
-
-from tests import ranks  # noqa: E402
+    from tests import ranks
+except ImportError:  # then only what is marked torchfree runs
+    torch = save_file = ranks = None
 
 BITWISE = DiffOptions()
 
@@ -413,6 +416,16 @@ def test_likely_renames():
         ("enc.layers.1.w", "enc.blocks.1.w"),
         ("norm.gamma", "norm.weight"),
     ]
+
+
+def test_names_may_be_given_as_a_conversion_changed_them(forms, tmp_path):
+    names = {"model.w": "other.weight", "model.i": "index"}
+    renaming = Renaming(rename=tuple(names.items()))
+    chosen = DiffOptions(keys=tuple(names))
+    dcptool.convert(forms / "four", tmp_path / "x.pt", "torch", dcptool.Options(chosen.keys, renaming=renaming))
+    checkpoints = dcptool.open(forms / "four"), dcptool.open(tmp_path / "x.pt")
+    assert compare_checkpoints(*checkpoints, chosen, names=names).equal
+    assert not compare_checkpoints(*checkpoints, chosen).equal
 
 
 def test_renamed_tensors_are_compared(tmp_path):

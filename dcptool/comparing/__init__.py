@@ -72,17 +72,27 @@ def compare(
 
 
 def compare_checkpoints(
-    a: Checkpoint, b: Checkpoint, options: DiffOptions = DEFAULTS, progress: Progress | None = None
+    a: Checkpoint,
+    b: Checkpoint,
+    options: DiffOptions = DEFAULTS,
+    progress: Progress | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> DiffReport:
     """Compare two open checkpoints of any formats and layouts.
 
     Values are read in bands of at most 4 MiB, `options.threads` at a time: memory does not grow with the checkpoints. A
     stored record whose values differ has its CRC32 checked; what is damaged is in `unreadable`, and the rest compared.
 
+    Args:
+        a, b: the checkpoints.
+        options: see `DiffOptions`.
+        progress: told the bytes of A's values as they are compared.
+        names: fqn in A → name of its counterpart in B, where a conversion changed it.
+
     Raises:
         LayoutError: nothing is selected, or stripping a prefix makes names collide.
     """
-    paired = pair(known_entries(a), known_entries(b), options)
+    paired = pair(known_entries(a), known_entries(b), options, names or {})
     _require_selected(a, paired, options)
     renames = likely_renames(paired.only_in_a, paired.only_in_b)
     renamed = [(x, y) for x, y in renames if x.kind == "tensor"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from dcptool.comparing.results import EXTRA_STATE, HYPER_PARAMETER, Alignment, DiffOptions, Known, Lone
@@ -38,16 +39,24 @@ class Pairing(NamedTuple):
     alignment: Alignment | None
 
 
-def pair(a: Sequence[Known], b: Sequence[Known], options: DiffOptions) -> Pairing:
+def pair(
+    a: Sequence[Known], b: Sequence[Known], options: DiffOptions, names: Mapping[str, str] = MappingProxyType({})
+) -> Pairing:
     """Pair entries by name, without the prefixes of the options, and the rest under a rule that makes most names equal.
 
     A rule is used if more than half of the smaller rest has a counterpart under it. Then the selection of the options
     is applied: a pair is selected by its stored name on either side.
 
+    Args:
+        a, b: what is known of the entries of each side.
+        options: prefixes and selection.
+        names: fqn in A → name to compare it under, for entries that were renamed on purpose.
+
     Raises:
-        LayoutError: two entries of a side would have one name without the prefix.
+        LayoutError: two entries of a side would have one name.
     """
-    names_a, names_b = _stripped(a, options.strip_prefix_a, "a"), _stripped(b, options.strip_prefix_b, "b")
+    names_a = _named(a, options.strip_prefix_a, "A", names)
+    names_b = _named(b, options.strip_prefix_b, "B", {})
     both = {known.fqn: (known, names_b[name]) for name, known in names_a.items() if name in names_b}
     rest_a = {name: known for name, known in names_a.items() if name not in names_b}
     rest_b = {name: known for name, known in names_b.items() if name not in names_a}
@@ -165,14 +174,14 @@ def _without(name: str, parts: tuple[str, ...]) -> str:
     return ".".join(part for part in name.split(".") if part not in parts) if parts else name
 
 
-def _stripped(side: Sequence[Known], prefix: str, letter: str) -> dict[str, Known]:
+def _named(side: Sequence[Known], prefix: str, letter: str, given: Mapping[str, str]) -> dict[str, Known]:
+    """Return the entries of a side by the names they are compared under: a given one, or theirs without the prefix."""
     names: dict[str, Known] = {}
     for known in side:
-        name = known.fqn.removeprefix(prefix)
+        name = given.get(known.fqn) or known.fqn.removeprefix(prefix)
         if name in names:
-            raise LayoutError(
-                f"--strip-prefix-{letter} {prefix}: {names[name].fqn!r} and {known.fqn!r} would both be {name!r}"
-            )
+            without = f" without the prefix {prefix!r}" if prefix else ""
+            raise LayoutError(f"{names[name].fqn!r} and {known.fqn!r} of {letter}{without} would both be {name!r}")
         names[name] = known
     return names
 
