@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +11,11 @@ from typing import NamedTuple
 
 from dcptool.checkpoint import Checkpoint
 from dcptool.checks import Level, check
+from dcptool.comparing.bands import Access
+from dcptool.comparing.objects import compare_objects
+from dcptool.comparing.pool import Pool
+from dcptool.comparing.results import DiffOptions
+from dcptool.comparing.values import ValueComparison
 from dcptool.copying import Progress, copy
 from dcptool.errors import ItemError
 from dcptool.findings import Finding, Severity
@@ -33,6 +39,7 @@ class Options(NamedTuple):
         objects: "keep", "skip" or "error"; None for what the format does by itself.
         threads: how many bands are read at the same time, None for the number of processors.
         overwrite: replace output that is there, once the new one is complete.
+        check: compare the output with the source, element by element, before it is published.
         skip_corrupt: leave out tensors that are damaged, after checking everything.
         also: further folders that hold files of the source.
     """
@@ -45,6 +52,7 @@ class Options(NamedTuple):
     objects: str | None = None
     threads: int | None = None
     overwrite: bool = False
+    check: bool = False
     skip_corrupt: bool = False
     also: tuple[str, ...] = ()
 
@@ -135,6 +143,8 @@ def convert(
                 copy(checkpoint, [file], place.storage, 1, progress)
             layout.validate(place.written)
             _require_same(place, layout, selection)
+            if options.check:
+                _require_equal(checkpoint, open_checkpoint(place.written), selection, threads)
             place.publish(options.overwrite)
     return Conversion(
         path,
@@ -202,6 +212,30 @@ def _require_same(place: Target, layout: Layout, selection: Selection) -> None:
     if meant - found or different:
         what = [*(meant - found), *different][:3]
         raise ItemError(f"what was written does not open as what was meant: {what}; this is a bug")
+
+
+def _require_equal(source: Checkpoint, written: Checkpoint, selection: Selection, threads: int) -> None:
+    """Compare every tensor that was not cast, and every object, with what it was made from.
+
+    Raises:
+        ItemError: one of them differs; names it.
+    """
+    sides = Access("A", source, threading.Lock()), Access("B", written, threading.Lock())
+    tensors = [item for item in selection.tensors if item.dtype == item.entry.dtype and item.name in written.tensors]
+    objects = [item for item in selection.objects if item.name in written.objects]
+    with Pool(threads) as pool:
+        comparison = ValueComparison(*sides, DiffOptions(), pool, None)
+        outcomes = comparison.run([(item.entry, written.tensors[item.name]) for item in tensors])
+        pairs = ((item.entry, written.objects[item.name]) for item in objects)
+        found = [outcome for _, outcome in pool.run(lambda pair: compare_objects(*sides, *pair), pairs)]
+    wrong = [
+        item.name
+        for item, outcome in zip(tensors, outcomes, strict=True)
+        if outcome.values is not None or outcome.unreadable
+    ]
+    wrong += [item.name for item, got in zip(objects, found, strict=True) if got.unequal or got.unreadable]
+    if wrong:
+        raise ItemError(f"the output differs from the source in {len(wrong):,} entries, the first {wrong[0]!r}")
 
 
 def _leftover_notes(path: str) -> list[str]:

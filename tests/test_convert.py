@@ -347,6 +347,32 @@ class TestSafety:
         written = dcptool.open(tmp_path / "m.safetensors")
         assert set(written) == set(checkpoint.tensors) - {"model.proj.weight"}
 
+    @pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+    def test_check_compares_before_it_is_published(self, tmp_path, to, monkeypatch):
+        for name in ("xver_t2130", "w_safetensors", "dtypes_keys_t2130"):
+            exclude = ("c32", "*complex*", "*c128*", "*c32*") if to == "safetensors" else ()
+            with contextlib.suppress(UnsupportedError):
+                convert(FOREIGN / name, tmp_path / f"{name}.out", to, Options(check=True, exclude=exclude))
+        import dcptool.rewrite as module
+
+        def change(checkpoint, files, storage, *rest):
+            report = copy(checkpoint, files, storage, *rest)
+            for file in files:
+                path = storage._path(file.name)
+                data = bytearray(open(path, "rb").read())  # noqa: SIM115
+                at = data.find(np.full(4, 1.0, np.float32).tobytes())
+                if at >= 0:
+                    data[at] ^= 1
+                    open(path, "wb").write(data)  # noqa: SIM115
+            return report
+
+        copy = module.copy
+        monkeypatch.setattr(module, "copy", change)
+        torch.save({"w": torch.ones(64)}, tmp_path / "a.pt")
+        with pytest.raises(ItemError, match="differs from the source in 1 entries, the first 'w'"):
+            convert(tmp_path / "a.pt", tmp_path / "bad", to, Options(check=True))
+        assert not (tmp_path / "bad").exists()
+
     def test_existing_output(self, tmp_path):
         (tmp_path / "m.pt").write_text("precious")
         with pytest.raises(OutputExistsError, match="--overwrite"):

@@ -38,6 +38,7 @@ from dcptool.cli import options
 @click.option("--trust", is_flag=True, help="With --engine torch: execute the pickles in SRC.")
 @click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
 @click.option("--dry-run", is_flag=True, help="Print the plan, write nothing.")
+@click.option("--check", is_flag=True, help="Compare the output with the source before it gets its name.")
 @click.option("--skip-corrupt", is_flag=True, help="Check first, then leave damaged tensors out (exit 1).")
 @options.output
 def convert(
@@ -60,6 +61,7 @@ def convert(
     trust: bool,
     overwrite: bool,
     dry_run: bool,
+    check: bool,
     skip_corrupt: bool,
     as_json: bool,
     quiet: bool,
@@ -78,7 +80,18 @@ def convert(
     from dcptool.selection import Renaming
 
     if engine == "torch":
-        if keys or exclude or strip_prefix or add_prefix or rename or clean_names or dtype or dry_run or skip_corrupt:
+        if (
+            keys
+            or exclude
+            or strip_prefix
+            or add_prefix
+            or rename
+            or clean_names
+            or dtype
+            or dry_run
+            or check
+            or skip_corrupt
+        ):
             raise click.UsageError("--engine torch converts everything as it is; leave the other options out")
         from dcptool.torch_engine import convert_with_torch
 
@@ -89,7 +102,9 @@ def convert(
     if trust:
         raise click.UsageError("--trust only means something with --engine torch")
     renaming = Renaming(strip_prefix, add_prefix, rename, clean_names, dtype)
-    chosen = Options(keys, exclude, renaming, max_shard_size, nesting, objects, threads, overwrite, skip_corrupt, also)
+    chosen = Options(
+        keys, exclude, renaming, max_shard_size, nesting, objects, threads, overwrite, check, skip_corrupt, also
+    )
     with bar(quiet) as progress:
         done = convert_path(source, target, to, chosen, dry_run=dry_run, progress=progress)
     if as_json and not quiet:
