@@ -218,7 +218,7 @@ def test_files_missing_empty_or_too_many(fresh, name):
     assert (verdict.state, kinds(verdict)) == (State.INCOMPLETE, {"lfs-pointer"})
     file.write_bytes(content)
     (folder / "__77_0.distcp").write_bytes(content)
-    verdict = judge(folder)
+    verdict = judge(folder, Rules(grace=0))
     assert [finding.kind for finding in verdict.findings if finding.file == "__77_0.distcp"] == ["leftover-files"]
     # Where each rank has metadata of its own, data without it is of a rank whose metadata is lost.
     lacking = {"rank-metadata-missing"} if name == "rank-local" else set()
