@@ -27,6 +27,8 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+_ENCRYPTED = 0x2061
+"""Flags of encryption, of patches and of hidden headers: miniz takes no record that has one."""
 _NAME_CODEC = ("utf-8", "surrogateescape")
 HEAD_NBYTES = 4096
 """The head of a zip holds data.pkl and the payload's local header, its tail the directory: a few hundred bytes."""
@@ -163,11 +165,15 @@ class TorchZip:
             header = fields[16]
             if 0xFFFFFFFF in (packed, size, header):
                 size, packed, header = _zip64(data[name_end : name_end + fields[11]], size, packed, header)
-            plain = method == 0 and not flags & 1
+            if fields[13]:  # the number of a disk
+                raise ItemError("the directory of its zip is damaged")
+            plain = method == 0 and not flags & _ENCRYPTED
             if plain and packed != size:
                 raise ItemError(f"the directory of its zip is damaged: {name!r} has two sizes")
             found.append((name, header, size, checksum, plain))
             position = name_end + fields[11] + fields[12]
+        if position != len(data):
+            raise ItemError("the directory of its zip is damaged")
         # With checksums switched off torch writes 0 for all; data.pkl is never empty, so its CRC is never 0.
         checked = any(checksum for *_, checksum, _ in found)
         folder = next((name[: -len("data.pkl")] for name, *_ in found if name.endswith("/data.pkl")), None)
