@@ -145,7 +145,8 @@ def test_r30_one_nodes_files_are_not_enough(tmp_path):
     for rank in (2, 3):  # the other node's
         (path / f"__{rank}_0.distcp").unlink()
     assert re.fullmatch(
-        r"2 of 4 files \(ranks 2–3\) are missing: they held \d+% of the bytes, \d+ items of \d+ tensors; the first is __2_0.distcp",
+        r"2 of 4 files \(ranks 2–3\) are missing: they held \d+% of the bytes, \d+ items of \d+ tensors"
+        r"; the first is __2_0.distcp",
         messages(path)["missing-file"],
     )
     assert summary(path).state == "incomplete"
