@@ -59,32 +59,16 @@ class Cover(NamedTuple):
 
 
 _Key = TypeVar("_Key", int, Ints)
+_Column = tuple[Sequence[int], Sequence[int]]
 _Table = list[list[int]]
 _EXACT = Cover((), 0, (), 0)
 
 
-class _Column(NamedTuple):
-    """The boxes along one dimension.
-
-    Attributes:
-        lows, highs: first element and one past the last of each box.
-        high_of: low → high of the last box that starts there.
-        regular: this is the high of all boxes that start there.
-    """
+class _Bounds(NamedTuple):
+    """First element and one past the last of each box along one dimension."""
 
     lows: list[int]
     highs: list[int]
-    high_of: Mapping[int, int]
-    regular: bool
-
-    def tiles(self, size: int) -> bool:
-        """Tell whether the distinct intervals are an exact cover of 0 to `size`: their bounds cancel but for these."""
-        highs = set(self.high_of.values())
-        return self.regular and len(highs) == len(self.high_of) and self.high_of.keys() ^ highs == {0, size}
-
-    def spans(self, size: int) -> bool:
-        """Tell whether all boxes extend from 0 to `size`."""
-        return self.regular and self.high_of == {0: size}
 
 
 class _Region(NamedTuple):
@@ -126,54 +110,49 @@ def cover(shape: Ints, chunks: Chunks, max_found: int = 10) -> Cover:
     """
     if 0 in shape or (len(chunks) == 1 and chunks.box(0) == ((0,) * len(shape), shape)):
         return _EXACT
-    indexes, columns = _inside(shape, chunks)
-    if _is_grid(shape, columns, len(indexes)):
+    columns = [chunks.column(dim) for dim in range(len(shape))]
+    if _is_grid(shape, columns, len(chunks)):
         return _EXACT
+    indexes, bounds = _inside(shape, columns, len(chunks))
     budget = _Budget(f"whether {len(indexes):,} chunks are an exact cover is open")
-    cut = [dim for dim, column in enumerate(columns) if not column.spans(shape[dim])]
-    cut.sort(key=lambda dim: len(columns[dim].high_of))
-    corners = _corners([shape[dim] for dim in cut], [columns[dim] for dim in cut], len(indexes), budget)
+    cut = [dim for dim, size in enumerate(shape) if any(bounds[dim].lows) or min(bounds[dim].highs, default=0) < size]
+    cut.sort(key=lambda dim: len(set(bounds[dim].lows)))
+    corners = _corners([shape[dim] for dim in cut], [bounds[dim] for dim in cut], len(indexes), budget)
     if not corners:
         return _EXACT
     budget.known = f"{len(indexes):,} chunks are no exact cover, but what they lack or share is open"
     sweep = _Sweep(shape, cut, budget)
     sweep.run(corners, 0, prod(size for dim, size in enumerate(shape) if dim not in cut))
     gaps = tuple((offsets, sizes) for offsets, sizes, _ in _merged(sweep.gaps)[:max_found])
-    pairs = _pairs(_merged(sweep.shared), indexes, columns, max_found)
+    pairs = _pairs(_merged(sweep.shared), indexes, bounds, max_found)
     return Cover(gaps, sweep.n_missing, pairs, sweep.n_overlapping)
 
 
-def _inside(shape: Ints, chunks: Chunks) -> tuple[Sequence[int], list[_Column]]:
-    """Return the indexes of chunks with elements inside the shape, and what is inside by dimension."""
-    indexes: Sequence[int] = range(len(chunks))
-    bounds: list[tuple[list[int], list[int]]] = []
-    for dim, size in enumerate(shape):
-        starts, sizes = chunks.column(dim)
-        lows, highs = starts.tolist(), list(map(add, starts, sizes))
-        if min(lows, default=0) < 0 or max(highs, default=0) > size:
-            lows, highs = [max(low, 0) for low in lows], [min(high, size) for high in highs]
-        bounds.append((lows, highs))
-    empty = [not all(map(lt, lows, highs)) for lows, highs in bounds]
-    if any(empty):
-        indexes = [i for i in indexes if all(lows[i] < highs[i] for lows, highs in bounds)]
-        bounds = [([lows[i] for i in indexes], [highs[i] for i in indexes]) for lows, highs in bounds]
-    return indexes, [_column(lows, highs) for lows, highs in bounds]
-
-
-def _column(lows: list[int], highs: list[int]) -> _Column:
-    high_of = dict(zip(lows, highs, strict=True))
-    regular = len(high_of) == len(lows) or all(map(eq, map(high_of.__getitem__, lows), highs))
-    return _Column(lows, highs, high_of, regular)
-
-
 def _is_grid(shape: Ints, columns: Sequence[_Column], n_boxes: int) -> bool:
-    """Tell whether the boxes are all cells of a grid, each once."""
-    if prod(len(column.high_of) for column in columns) != n_boxes:
-        return False
-    if not all(column.tiles(size) for size, column in zip(shape, columns, strict=True)):
-        return False
-    cut = [column.lows for column in columns if len(column.high_of) > 1]
-    return len(cut) < 2 or _increase(cut) or len(set(zip(*cut, strict=True))) == n_boxes
+    """Tell whether boxes, offsets and sizes by dimension, are all cells of a grid, each once."""
+    n_cells = 1
+    cut = []
+    for size, column in zip(shape, columns, strict=True):
+        n_tiles = _n_tiles(size, *column, n_boxes // n_cells)
+        if not n_tiles:
+            return False
+        n_cells *= n_tiles
+        if n_tiles > 1:
+            cut.append(column[0])
+    return n_cells == n_boxes and (len(cut) < 2 or _increase(cut) or len(set(zip(*cut, strict=True))) == n_boxes)
+
+
+def _n_tiles(size: int, offsets: Sequence[int], sizes: Sequence[int], most: int) -> int:
+    """Return into how many intervals boxes cut 0 to `size` exactly; 0 if they do not, or into more than `most`."""
+    size_of = dict(zip(offsets, sizes, strict=True))
+    if not 0 < len(size_of) <= most:
+        return 0
+    ends = set(map(add, size_of.keys(), size_of.values()))
+    if len(ends) != len(size_of) or size_of.keys() ^ ends != {0, size} or min(size_of.values()) <= 0:
+        return 0  # bounds other than 0 and size must end one interval and begin one
+    if len(size_of) < len(offsets) and not all(map(eq, map(size_of.__getitem__, offsets), sizes)):
+        return 0
+    return len(size_of)
 
 
 def _increase(columns: Sequence[Sequence[int]]) -> bool:
@@ -181,18 +160,33 @@ def _increase(columns: Sequence[Sequence[int]]) -> bool:
     return all(map(lt, zip(*columns, strict=True), islice(zip(*columns, strict=True), 1, None)))
 
 
-def _corners(sizes: Sequence[int], columns: Sequence[_Column], n_boxes: int, budget: _Budget) -> dict[Ints, int]:
+def _inside(shape: Ints, columns: Sequence[_Column], n_boxes: int) -> tuple[Sequence[int], list[_Bounds]]:
+    """Return the indexes of boxes with elements inside the shape, and their bounds there by dimension."""
+    indexes: Sequence[int] = range(n_boxes)
+    bounds = []
+    for size, (offsets, sizes) in zip(shape, columns, strict=True):
+        lows, highs = list(offsets), list(map(add, offsets, sizes))
+        if min(lows, default=0) < 0 or max(highs, default=0) > size:
+            lows, highs = [max(low, 0) for low in lows], [min(high, size) for high in highs]
+        bounds.append(_Bounds(lows, highs))
+    if not all(all(map(lt, *bound)) for bound in bounds):
+        indexes = [i for i in indexes if all(lows[i] < highs[i] for lows, highs in bounds)]
+        bounds = [_Bounds([lows[i] for i in indexes], [highs[i] for i in indexes]) for lows, highs in bounds]
+    return indexes, bounds
+
+
+def _corners(sizes: Sequence[int], bounds: Sequence[_Bounds], n_boxes: int, budget: _Budget) -> dict[Ints, int]:
     """Return the corners, with weights, of the number of boxes that hold an element less one.
 
     The last dimension is done first: if it is the one with the most cuts, most corners cancel at once.
     """
-    if not columns:
+    if not bounds:
         return {(): n_boxes - 1} if n_boxes != 1 else {}
-    boxes = [bounds for column in columns for bounds in (column.lows, column.highs)]
+    boxes = [column for bound in bounds for column in bound]
     whole = [[bound] for size in sizes for bound in (0, size)]
     rows = _ends(boxes, whole, budget)
-    for done in range(1, len(columns)):
-        width = 2 * len(columns) - done
+    for done in range(1, len(bounds)):
+        width = 2 * len(bounds) - done
         rows = _ends(_table(rows, 1, width), _table(rows, -1, width), budget)
     return rows
 
@@ -337,7 +331,7 @@ def _beside(region: _Region, dim: int) -> tuple[int, Ints, Ints, Ints, Ints]:
 
 
 def _pairs(
-    regions: Sequence[_Region], indexes: Sequence[int], columns: Sequence[_Column], max_found: int
+    regions: Sequence[_Region], indexes: Sequence[int], bounds: Sequence[_Bounds], max_found: int
 ) -> tuple[Overlap, ...]:
     """Return pairs of boxes that share elements; `regions` are where there are some.
 
@@ -349,13 +343,13 @@ def _pairs(
         if len(found) >= max_found:
             break
         known = sorted({position for pair in found for position in pair})
-        inside = _sharing((offsets, sizes), known, columns)
-        if _held((offsets, sizes), inside, columns) < (excess + 1) * volume(sizes):
-            inside = _sharing((offsets, sizes), range(len(indexes)), columns)
+        inside = _sharing((offsets, sizes), known, bounds)
+        if _held((offsets, sizes), inside, bounds) < (excess + 1) * volume(sizes):
+            inside = _sharing((offsets, sizes), range(len(indexes)), bounds)
         for start, first in enumerate(inside, 1):
-            box = _box(first, columns)
-            for second in _sharing(box, inside[start:], columns)[:max_found]:
-                common = intersect(box, _box(second, columns))
+            box = _box(first, bounds)
+            for second in _sharing(box, inside[start:], bounds)[:max_found]:
+                common = intersect(box, _box(second, bounds))
                 if common:
                     found[first, second] = common
             if len(found) >= max_found:
@@ -364,20 +358,20 @@ def _pairs(
     return tuple(sorted(pairs[:max_found], key=lambda pair: (pair.offsets, pair)))
 
 
-def _sharing(box: Box, among: Sequence[int], columns: Sequence[_Column]) -> Sequence[int]:
-    """Return which of some boxes, by their positions in the columns, share elements with one."""
-    for column, offset, size in zip(columns, *box, strict=True):
-        lows, highs, end = column.lows, column.highs, offset + size
+def _sharing(box: Box, among: Sequence[int], bounds: Sequence[_Bounds]) -> Sequence[int]:
+    """Return which of some boxes, by position, share elements with one."""
+    for (lows, highs), offset, size in zip(bounds, *box, strict=True):
+        end = offset + size
         among = [position for position in among if lows[position] < end and highs[position] > offset]
     return among
 
 
-def _held(box: Box, among: Sequence[int], columns: Sequence[_Column]) -> int:
+def _held(box: Box, among: Sequence[int], bounds: Sequence[_Bounds]) -> int:
     """Return how many elements of one box some others hold, an element once for each of them."""
-    common = (intersect(box, _box(position, columns)) for position in among)
+    common = (intersect(box, _box(position, bounds)) for position in among)
     return sum(volume(inside[1]) for inside in common if inside)
 
 
-def _box(position: int, columns: Sequence[_Column]) -> Box:
-    lows = tuple(column.lows[position] for column in columns)
-    return lows, tuple(column.highs[position] - low for column, low in zip(columns, lows, strict=True))
+def _box(position: int, bounds: Sequence[_Bounds]) -> Box:
+    offsets = tuple(lows[position] for lows, _ in bounds)
+    return offsets, tuple(highs[position] - offset for (_, highs), offset in zip(bounds, offsets, strict=True))
