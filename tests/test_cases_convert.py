@@ -143,7 +143,8 @@ def test_r40_memory_does_not_grow_with_the_tensor(tmp_path):
         import re, sys
         from dcptool.rewrite import convert
         convert(sys.argv[1], sys.argv[2], "torch")
-        print(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])  # unlike ru_maxrss, of this process
+        status = open("/proc/self/status").read()  # ru_maxrss would count the process that started this one
+        print(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1])
         """
     )
     command = [sys.executable, "-c", script, str(tmp_path / "a.safetensors"), str(tmp_path / "b.pt")]
