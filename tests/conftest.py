@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,12 @@ def _old_files():
     for path in FOREIGN.rglob("*"):
         if path.is_file() and not path.is_symlink():
             os.utime(path, (OLD, OLD))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible():
+    """Take Ctrl-C as a terminal's job would: what is started in the background ignores it, and so do its children."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
