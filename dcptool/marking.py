@@ -12,9 +12,9 @@ from dcptool.errors import ItemError, OutputExistsError, UnsupportedError
 from dcptool.formats.dcp.reader import METADATA, rank_metadata
 from dcptool.formats.safetensors import INDEX_SUFFIX
 from dcptool.marker import FOREIGN, NAME, NEGATIVE, Marker, is_marker, name_problem, sha256
+from dcptool.runs import runs_at
 from dcptool.storage import Location, Storage, join, locate, walk
 from dcptool.verdict import Rules, State, Verdict, judge
-from dcptool.verification import runs_at
 
 
 class Marked(NamedTuple):

@@ -11,11 +11,11 @@ from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import find_parts
 from dcptool.marker import is_of_save, read_marker
 from dcptool.pointers import pointer_problems, read_pointers
-from dcptool.runs import find_runs, listed
+from dcptool.runs import find_runs, listed, require_run
 from dcptool.steps import step_number
 from dcptool.storage import Location, Storage, join, locate
 from dcptool.verdict import DEFAULT_RULES, Rules, State, Verdict
-from dcptool.verification import judge_step, missing_parts, require_run, without_marker
+from dcptool.verification import judge_step, missing_parts, without_marker
 
 MAX_SIBLINGS = 3
 """Older steps whose listing is compared with that of a candidate."""

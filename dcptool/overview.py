@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dcptool.checkpoint import Checkpoint
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError
@@ -19,13 +19,15 @@ from dcptool.formats.detect import (
     open_part,
     part_path,
 )
+from dcptool.runs import run_at
 from dcptool.selection import selects
 from dcptool.storage import Location, locate
 from dcptool.summary import CheckpointSummary, summarize_checkpoint
-from dcptool.verdict import State, Verdict
-from dcptool.verification import run_at, verify
 
-_FINE = frozenset({State.COMPLETE, State.IN_PROGRESS, State.OTHER})
+if TYPE_CHECKING:
+    from dcptool.verdict import Verdict
+
+_FINE = frozenset({"complete", "in-progress", "other"})
 
 
 class Summary(NamedTuple):
@@ -49,7 +51,7 @@ class Summary(NamedTuple):
     def good(self) -> bool:
         """Whether everything that was looked at is whole and readable."""
         found = all(checkpoint.good for checkpoint in self.checkpoints)
-        return found and not self.errors and all(step.state in _FINE for step in self.steps)
+        return found and not self.errors and all(step.state.value in _FINE for step in self.steps)
 
 
 def summarize(
@@ -90,6 +92,8 @@ def summarize(
     itself = [part for part in parts if not part.name]
     run = run_at(location)
     if run:
+        from dcptool.verification import verify  # what one checkpoint does without
+
         steps = verify(path).verdicts
         others = (part for part in parts if not run.holds(part.name))
         return Summary(run.path, (), steps, tuple(part_path(location, part) for part in others))

@@ -11,11 +11,11 @@ from dcptool.formats.dcp.reader import METADATA
 from dcptool.formats.safetensors import INDEX_SUFFIX
 from dcptool.marker import FOREIGN, NAME
 from dcptool.pointers import read_pointers
-from dcptool.runs import Run, listed
+from dcptool.runs import Run, listed, runs_at
 from dcptool.steps import step_order
 from dcptool.storage import Entry, Storage, base_name, join, locate, walk
 from dcptool.verdict import DEFAULT_RULES, Rules, State, Verdict, judge
-from dcptool.verification import runs_at, verify
+from dcptool.verification import verify
 from dcptool.writing import last_written, list_files, negative_sign
 
 UNREAD_KINDS = frozenset({"unreadable", "unsupported", "unsupported-item", "bad-metadata"})

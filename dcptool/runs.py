@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dcptool.errors import CheckpointNotFoundError, StorageError
-from dcptool.formats.detect import find_parts, kind_of
+from dcptool.formats.dcp.reader import is_dcp
+from dcptool.formats.detect import find_parts, kind_of, part_files
 from dcptool.steps import in_step_order, step_number
 from dcptool.storage import Entry, Location, Storage, base_name, join
 
@@ -47,6 +48,33 @@ def find_runs(location: Location) -> list[Run]:
             return [run for run in found if not _is_one_step(location, run)]
         level = [_below(folder, name) for folder, names in folders.items() for name in names][:_MAX_FOLDERS]
     return []
+
+
+def runs_at(location: Location) -> list[Run]:
+    """Return the run directory at a location, or those below it; none if it is a checkpoint or there are no steps."""
+    if location.file is not None:
+        return []
+    return [] if is_dcp(part_files(location, "")) else find_runs(location)
+
+
+def run_at(location: Location) -> Run | None:
+    """Return the one run directory at a location, None if it is a checkpoint itself, or holds no steps or several."""
+    runs = runs_at(location)
+    return runs[0] if len(runs) == 1 else None
+
+
+def require_run(location: Location) -> Run:
+    """Return the one run directory at a location.
+
+    Raises:
+        CheckpointNotFoundError: there is none, or there are several, which the message lists.
+    """
+    if location.file is not None:
+        raise CheckpointNotFoundError(f"{location.path} is a file, no run directory")
+    runs = find_runs(location)
+    if len(runs) != 1:
+        raise CheckpointNotFoundError(listed(location.path, runs))
+    return runs[0]
 
 
 def listed(path: str, runs: Sequence[Run]) -> str:

@@ -10,11 +10,10 @@ from typing import NamedTuple
 from dcptool.checks.items import Progress
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.findings import Finding, Severity
-from dcptool.formats.dcp.reader import is_dcp
-from dcptool.formats.detect import open_part, part_files
+from dcptool.formats.detect import open_part
 from dcptool.marker import is_of_save
-from dcptool.runs import Run, find_runs, listed
-from dcptool.storage import Location, join, locate
+from dcptool.runs import Run, run_at
+from dcptool.storage import join, locate
 from dcptool.verdict import DEFAULT_RULES, Rules, State, Verdict, judge, unreadable
 from dcptool.writing import exists
 
@@ -106,33 +105,6 @@ def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> V
     errors = [finding for finding in findings if finding.severity is Severity.ERROR]
     rest = [finding for finding in findings if finding.severity is not Severity.ERROR]
     return verdict._replace(state=state, findings=(*errors, *verdict.findings, *rest))
-
-
-def runs_at(location: Location) -> list[Run]:
-    """Return the run directory at a location, or those below it; none if it is a checkpoint or there are no steps."""
-    if location.file is not None:
-        return []
-    return [] if is_dcp(part_files(location, "")) else find_runs(location)
-
-
-def run_at(location: Location) -> Run | None:
-    """Return the one run directory at a location, None if it is a checkpoint itself, or holds no steps or several."""
-    runs = runs_at(location)
-    return runs[0] if len(runs) == 1 else None
-
-
-def require_run(location: Location) -> Run:
-    """Return the one run directory at a location.
-
-    Raises:
-        CheckpointNotFoundError: there is none, or there are several, which the message lists.
-    """
-    if location.file is not None:
-        raise CheckpointNotFoundError(f"{location.path} is a file, no run directory")
-    runs = find_runs(location)
-    if len(runs) != 1:
-        raise CheckpointNotFoundError(listed(location.path, runs))
-    return runs[0]
 
 
 def judge_step(run: Run, name: str, rules: Rules, progress: Progress | None = None) -> Verdict | None:

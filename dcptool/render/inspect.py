@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dcptool.overview import Summary
 from dcptool.pickles import plain
 from dcptool.render.folding import Fold, fold
 from dcptool.render.text import MIN_NAME_WIDTH, column_width, nbytes, plural, shown, table, value
 from dcptool.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
-from dcptool.verdict import State, Verdict
+
+if TYPE_CHECKING:
+    from dcptool.verdict import Verdict
 
 SCHEMA = 1
 MAX_SHOWN_PROBLEMS = 10
@@ -65,7 +67,7 @@ def _run_text(summary: Summary) -> str:
         table(["step", "state", "ranks", "entries", "files", "bytes"], rows, right=(2, 3, 4, 5)),
         "\n".join(f"{shown(step.name)}: {shown(step.reason)}" for step in summary.steps if step.reason),
     ]
-    complete = [step.name for step in summary.steps if step.state is State.COMPLETE]
+    complete = [step.name for step in summary.steps if step.state.value == "complete"]
     opening = [step.name for step in summary.steps if step.n_entries is not None]
     if complete:
         blocks.append(f"newest complete step: dcptool inspect {_quoted(os.path.join(summary.path, complete[-1]))}")
