@@ -162,6 +162,11 @@ class Chunks(Sequence[Chunk]):
         """Return for each chunk the index of its file in the table's `files`, -1 where the metadata names no place."""
         return self._table.file[self._first_row : self._first_row + self._count]
 
+    def key(self) -> tuple[bytes, bytes]:
+        """Return what tells boxes and files of two tensors of one table and ndim apart: equal keys, equal both."""
+        start, end = self._first_bound, self._first_bound + 2 * self._ndim * self._count
+        return self._table.bounds[start:end].tobytes(), self.file_indexes().tobytes()
+
     def files(self) -> list[str]:
         """Return the names of the files that hold them, each once, in order of first use."""
         return [self._table.files[index] for index in dict.fromkeys(self.file_indexes()) if index >= 0]

@@ -25,6 +25,8 @@ from dcptool.selection import selects
 
 MAX_VALUES = 2_000
 """Objects whose values are read for one summary; select with `keys` to see others."""
+MAX_ALIKE = 1024
+"""Tensors of more chunks are each looked at by themselves: the keys of such would take more memory than they save."""
 MAX_CORNERS = 50
 """Tensors whose first elements are read for one summary."""
 MAX_VALUES_NBYTES = 32 << 20
@@ -183,15 +185,19 @@ def world_size(checkpoint: Checkpoint) -> int | None:
 
 
 def layouts_of(checkpoint: Checkpoint, n_ranks: int | None) -> dict[str, str]:
-    """Return fqn → layout of all tensors; the rank of each file is looked up once."""
+    """Return fqn → layout of all tensors; those that are cut alike, as the layers of a model, are looked at once."""
     rank_of = [*map(data_file_rank, checkpoint.table.files), None]  # the last for chunks without a place, index -1
     megatron = checkpoint.flavour.startswith("Megatron")
     layouts = {}
+    alike: dict[tuple[Any, ...], str] = {}
     for fqn, entry in checkpoint.tensors.items():
-        known = 1 < len(entry.chunks) <= MAX_RANKED
-        ranks = [rank_of[index] for index in entry.chunks.file_indexes()] if known else None
         stacked = megatron and _LAYERS.search(fqn) is not None
-        layouts[fqn] = layout(entry.shape, entry.chunks, ranks, n_ranks, stacked)
+        key = (entry.shape, stacked, *entry.chunks.key()) if len(entry.chunks) <= MAX_ALIKE else (fqn,)
+        if key not in alike:
+            known = 1 < len(entry.chunks) <= MAX_RANKED
+            ranks = [rank_of[index] for index in entry.chunks.file_indexes()] if known else None
+            alike[key] = layout(entry.shape, entry.chunks, ranks, n_ranks, stacked)
+        layouts[fqn] = alike[key]
     return layouts
 
 
