@@ -586,7 +586,6 @@ def graphs(draw):
     return made
 
 
-@torchfree
 @given(graphs())
 def test_graphs_keep_identity_and_cycles(graph):
     graph = inert.load(emit(graph, 4))  # equal strings, names and persistent ids are then shared as pickles share them

@@ -27,7 +27,6 @@ from tests.conftest import FOREIGN, OLD
 from tests.conftest import run as cli
 from tests.test_run_dirs import GOOD, crash, latest, names, plan, saved, verdict
 
-pytestmark = pytest.mark.torchfree
 DAY = 86400.0
 
 
