@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint import Checkpoint
@@ -84,12 +84,13 @@ class _Engine:
         with ThreadPoolExecutor(min(self._n_writers, max(len(files), 1)), "write") as writers:
             done = [writers.submit(self._write_file, file) for file in files]
             try:
-                nbytes = sum(future.result() for future in done)
+                for future in wait(done, return_when=FIRST_EXCEPTION).done:
+                    future.result()  # the first error, before the others are told to stop
             except BaseException:
                 self._stop.set()
                 writers.shutdown(cancel_futures=True)
                 raise
-        return CopyReport(nbytes, tuple(self._failures.values()))
+        return CopyReport(sum(future.result() for future in done), tuple(self._failures.values()))
 
     def _write_file(self, file: OutputFile) -> int:
         sink = self._target.create(file.name)
@@ -97,7 +98,10 @@ class _Engine:
             written = self._write_parts(file, sink)
             if written != file.nbytes:
                 raise LayoutError(f"{file.name} came out as {written:,} bytes, planned were {file.nbytes:,}")
-            sink.finish()
+            if self._failures:  # good for nothing: on an object store finishing would give it its name
+                sink.abort()
+            else:
+                sink.finish()
         except BaseException:
             sink.abort()
             raise

@@ -27,13 +27,15 @@ class Target:
 
     def __init__(self, storage: Storage, path: str, is_file: bool, temporary: str) -> None:
         self.storage, self.path, self.is_file, self._temporary = storage, path, is_file, temporary
+        self._names: set[str] = set()
 
     def named(self, files: Sequence[OutputFile]) -> list[OutputFile]:
         """Return files under the names they are written under."""
-        if not self.is_file:
-            return list(files)
-        name = os.path.basename(self._temporary or self.path)
-        return [file._replace(name=name) for file in files]
+        if self.is_file:
+            name = os.path.basename(self._temporary or self.path)
+            files = [file._replace(name=name) for file in files]
+        self._names.update(file.name for file in files)
+        return list(files)
 
     @property
     def written(self) -> str:
@@ -82,6 +84,9 @@ class Target:
                 os.unlink(self._temporary)
             elif self._temporary:
                 shutil.rmtree(self._temporary)
+        for name in () if self._temporary else self._names:
+            with suppress(DcptoolError):
+                self.storage.delete(name)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import threading
 import time
@@ -126,7 +127,7 @@ def convert(
     began = time.perf_counter()
     checkpoint = open_checkpoint(source, options.also)
     corrupt = _corrupt(checkpoint, options)
-    exclude = (*options.exclude, *{finding.fqn for finding in corrupt if finding.fqn})
+    exclude = (*options.exclude, *{glob.escape(finding.fqn) for finding in corrupt if finding.fqn})
     selection = select(checkpoint, options.keys, exclude, options.renaming)
     _require_sound(checkpoint, selection, options)
     path = os.fspath(target)
@@ -140,7 +141,7 @@ def convert(
             if report.failures:
                 raise ItemError(_damaged(report.failures))
             for file in layout.last:
-                copy(checkpoint, [file], place.storage, 1, progress)
+                copy(checkpoint, place.named([file]), place.storage, 1, progress)
             layout.validate(place.written)
             _require_same(place, layout, selection)
             if options.check:

@@ -460,6 +460,23 @@ def test_from_and_to_an_object_store(s3_url, tmp_path):
         convert(f"{s3_url}/step_1", f"{s3_url}/step_2", "dcp")
 
 
+@pytest.mark.parametrize(("to", "name"), [("safetensors", "m.safetensors"), ("torch", "m.pt"), ("dcp", "d")])
+def test_a_damaged_source_leaves_nothing_in_an_object_store(s3_url, tmp_path, to, name):
+    folder = damage.copy(FOREIGN / "w_async", tmp_path / "c")
+    checkpoint = dcptool.open(folder)
+    chunk = checkpoint.tensors["zeros"].chunks[0]
+    record = checkpoint.payload(checkpoint.tensors["zeros"], chunk).record
+    damage.flip_byte(folder / chunk.item.file, chunk.item.byte_offset + record.byte_offset)
+    with pytest.raises(ItemError, match="bytes were changed"):
+        convert(folder, f"{s3_url}/{name}", to)
+    with pytest.raises(DcptoolError):
+        dcptool.open(f"{s3_url}/{name}")
+    import fsspec
+
+    filesystem, base = fsspec.url_to_fs(s3_url)
+    assert not filesystem.exists(f"{base}/{name}")
+
+
 class TestEngineTorch:
     def test_it_is_the_same(self, tmp_path):
         for to, name in (("torch", "a.pt"), ("safetensors", "a.safetensors")):

@@ -207,13 +207,19 @@ class LocalSink:
                 self._flush()
                 os.fsync(self._descriptor)
             finally:
-                os.close(self._descriptor)
+                self._close()
 
     def abort(self) -> None:
         with suppress(OSError):
-            os.close(self._descriptor)
+            self._close()
         with suppress(OSError):
             os.unlink(self._path)
+
+    def _close(self) -> None:
+        """Close once: by a second time the number may be another thread's file."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _sync_folder(path: str) -> None:
