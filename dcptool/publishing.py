@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from dcptool.errors import DcptoolError, OutputExistsError, StorageError, UnsupportedError
+from dcptool.errors import CheckpointNotFoundError, DcptoolError, OutputExistsError, StorageError, UnsupportedError
 from dcptool.model import OutputFile
 from dcptool.storage import LocalStorage, Storage, is_temporary, is_url, join, locate, storage_at
 
@@ -105,7 +105,7 @@ def prepare(path: str, is_file: bool, nbytes: int, overwrite: bool, source: str)
         StorageError: there is not enough space, or the target is the source, in it, or around it.
     """
     _require_apart(path, source)
-    target = _remote(path, is_file, overwrite) if is_url(path) else _local(path, is_file, nbytes, overwrite)
+    target = _remote(path, is_file) if is_url(path) else _local(path, is_file, nbytes, overwrite)
     try:
         yield target
     except BaseException:
@@ -137,27 +137,20 @@ def _local(path: str, is_file: bool, nbytes: int, overwrite: bool) -> Target:
     return Target(storage, path, is_file, temporary)
 
 
-def _remote(path: str, is_file: bool, overwrite: bool) -> Target:
+def _remote(path: str, is_file: bool) -> Target:
+    """Take a place in an object store; what is there cannot be kept until the new is complete, so nothing may be."""
     path = path.rstrip("/")
-    folder = path.rpartition("/")[0] if is_file else path
-    storage = storage_at(folder)
-    there = _files_at(path)
-    if there and not overwrite:
-        raise OutputExistsError(f"{path} is there already; --overwrite replaces it")
-    for name in sorted(there, key=lambda name: not name.endswith(("_COMPLETE", ".metadata"))):
-        storage.delete(name)
-    return Target(storage, path, is_file, "")
+    if _is_there(path):
+        raise OutputExistsError(f"{path} is there already; an object store has no rename, so name another place")
+    return Target(storage_at(path.rpartition("/")[0] if is_file else path), path, is_file, "")
 
 
-def _files_at(path: str) -> list[str]:
-    """Return the names of what is at a URL, relative to it or, for a file, to its folder."""
-    from dcptool.storage import walk
-
+def _is_there(path: str) -> bool:
     try:
         location = locate(path)
-    except DcptoolError:
-        return []
-    return [location.file] if location.file else [entry.name for entry in walk(location.storage)]
+    except CheckpointNotFoundError:
+        return False
+    return location.file is not None or bool(location.storage.entries())
 
 
 def _require_apart(path: str, source: str) -> None:

@@ -456,8 +456,10 @@ def test_from_and_to_an_object_store(s3_url, tmp_path):
     assert judge(f"{s3_url}/step_2", dcptool.Rules(level=dcptool.Level.DEEP)).state is State.COMPLETE
     convert(f"{s3_url}/step_2", f"{s3_url}/m.safetensors", "safetensors")
     assert set(dcptool.open(f"{s3_url}/m.safetensors")) == set(dcptool.open(FOREIGN / "w_async").tensors)
-    with pytest.raises(OutputExistsError):
-        convert(f"{s3_url}/step_1", f"{s3_url}/step_2", "dcp")
+    for overwrite in (False, True):  # what is there could not be kept until the new one is complete
+        with pytest.raises(OutputExistsError):
+            convert(f"{s3_url}/step_1", f"{s3_url}/step_2", "dcp", Options(overwrite=overwrite))
+    assert judge(f"{s3_url}/step_2").state is State.COMPLETE
 
 
 @pytest.mark.parametrize(("to", "name"), [("safetensors", "m.safetensors"), ("torch", "m.pt"), ("dcp", "d")])
