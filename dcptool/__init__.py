@@ -14,16 +14,18 @@ if TYPE_CHECKING:
     from dcptool.newest import find_latest, find_steps
     from dcptool.overview import summarize
     from dcptool.retention import delete_steps, plan_prune
-    from dcptool.rewrite import Options, convert
+    from dcptool.rewrite import ConvertOptions, convert
+    from dcptool.selection import Renaming
     from dcptool.verdict import Rules, State
     from dcptool.verification import verify
 
 __all__ = [
     "Checkpoint",
+    "ConvertOptions",
     "DiffOptions",
     "Level",
     "ObjectEntry",
-    "Options",
+    "Renaming",
     "Rules",
     "State",
     "TensorEntry",
@@ -49,7 +51,8 @@ _MODULES = {
     "newest": ("find_latest", "find_steps"),
     "overview": ("summarize",),
     "retention": ("delete_steps", "plan_prune"),
-    "rewrite": ("Options", "convert"),
+    "rewrite": ("ConvertOptions", "convert"),
+    "selection": ("Renaming",),
     "verdict": ("Rules", "State"),
     "verification": ("verify",),
 }

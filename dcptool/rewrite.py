@@ -29,7 +29,7 @@ from dcptool.storage import join
 MAX_LISTED = 20
 
 
-class Options(NamedTuple):
+class ConvertOptions(NamedTuple):
     """How a conversion is done.
 
     Attributes:
@@ -58,7 +58,7 @@ class Options(NamedTuple):
     also: tuple[str, ...] = ()
 
 
-DEFAULTS = Options()
+DEFAULTS = ConvertOptions()
 
 
 class Conversion(NamedTuple):
@@ -95,7 +95,7 @@ def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     to: str,
-    options: Options = DEFAULTS,
+    options: ConvertOptions = DEFAULTS,
     *,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -107,7 +107,7 @@ def convert(
         target: local path or URL of the output: a file for "torch"; a file if it ends in `.safetensors`, else a folder,
             for "safetensors"; a folder for "dcp".
         to: "safetensors", "torch" or "dcp".
-        options: see `Options`.
+        options: see `ConvertOptions`.
         dry_run: plan only, write nothing.
         progress: told the bytes as they are written.
 
@@ -122,7 +122,7 @@ def convert(
         StorageError: the target cannot be written.
 
     Example:
-        >>> dcptool.convert("ckpt/step_500", "model.safetensors", "safetensors", Options(keys=("model.*",)))
+        >>> dcptool.convert("ckpt/step_500", "model.safetensors", "safetensors", ConvertOptions(keys=("model.*",)))
     """
     began = time.perf_counter()
     checkpoint = open_checkpoint(source, options.also)
@@ -163,7 +163,7 @@ def convert(
     )
 
 
-def _corrupt(checkpoint: Checkpoint, options: Options) -> list[Finding]:
+def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
     """Return what is damaged, if it is to be left out."""
     if not options.skip_corrupt:
         return []
@@ -178,7 +178,7 @@ def _corrupt(checkpoint: Checkpoint, options: Options) -> list[Finding]:
     return damaged
 
 
-def _require_sound(checkpoint: Checkpoint, selection: Selection, options: Options) -> None:
+def _require_sound(checkpoint: Checkpoint, selection: Selection, options: ConvertOptions) -> None:
     """Refuse a source whose metadata or files show that what is selected is not all there."""
     names = {tensor.entry.fqn for tensor in selection.tensors} | {item.entry.fqn for item in selection.objects}
     files = {name for tensor in selection.tensors for name in tensor.entry.chunks.files()}

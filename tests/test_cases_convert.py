@@ -17,7 +17,7 @@ import pytest
 
 import dcptool
 from dcptool.errors import DcptoolError, ItemError
-from dcptool.rewrite import Options, convert
+from dcptool.rewrite import ConvertOptions, convert
 from dcptool.selection import Renaming
 from tests import damage
 from tests.conftest import FOREIGN, ROOT
@@ -54,7 +54,7 @@ def test_r08_only_the_wanted_bytes_are_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pread", pread)
     monkeypatch.setattr(os, "preadv", preadv)
-    options = Options(keys=("app.model.*",), renaming=Renaming(strip_prefix="app.model."))
+    options = ConvertOptions(keys=("app.model.*",), renaming=Renaming(strip_prefix="app.model."))
     convert(source, tmp_path / "m.safetensors", "safetensors", options)
     assert nbytes < 200_000 < 1_000_000  # the moments alone have a megabyte
     assert set(dcptool.open(tmp_path / "m.safetensors")) == {"w", "b"}
@@ -103,7 +103,7 @@ def test_r25_a_hole_is_refused_never_filled(tmp_path, to):
     damage.edit_metadata(source, widen)
     with pytest.raises(DcptoolError, match=r"'w': no chunk holds 4 of its 12 elements"):
         convert(source, tmp_path / "out", to)
-    convert(source, tmp_path / "out", to, Options(keys=("v",)))
+    convert(source, tmp_path / "out", to, ConvertOptions(keys=("v",)))
     assert list(dcptool.open(tmp_path / "out")) == ["v"]
 
 
@@ -124,7 +124,7 @@ def test_r27_rows_that_some_ranks_lack(tmp_path):
 
 def test_r39_a_pt_file_with_a_prefix_added(tmp_path):
     torch.save({"w": torch.ones(2), "pair": (torch.zeros(1), 2)}, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "d", "dcp", Options(renaming=Renaming(add_prefix="model.")))
+    convert(tmp_path / "a.pt", tmp_path / "d", "dcp", ConvertOptions(renaming=Renaming(add_prefix="model.")))
     assert {fqn: entry.path for fqn, entry in dcptool.open(tmp_path / "d").items()} == {
         "model.w": ("model", "w"),
         "model.pair": ("model", "pair"),

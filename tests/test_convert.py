@@ -17,7 +17,7 @@ import pytest
 
 import dcptool
 from dcptool.errors import DcptoolError, ItemError, LayoutError, OutputExistsError, StorageError, UnsupportedError
-from dcptool.rewrite import Options, convert
+from dcptool.rewrite import ConvertOptions, convert
 from dcptool.selection import Renaming
 from dcptool.verdict import State, judge
 from tests import damage
@@ -102,7 +102,7 @@ def test_a_pt_file_nests_in_the_order_of_the_paths(tmp_path):
     assert list(torch.load(tmp_path / "m.pt", weights_only=False)) == list(
         dict.fromkeys(entry.path[0] for entry in checkpoint.values())
     )
-    convert(FOREIGN / "xver_t2130", tmp_path / "flat.pt", "torch", Options(nesting="flat"))
+    convert(FOREIGN / "xver_t2130", tmp_path / "flat.pt", "torch", ConvertOptions(nesting="flat"))
     assert list(torch.load(tmp_path / "flat.pt", weights_only=False)) == list(checkpoint)
 
 
@@ -117,7 +117,7 @@ def test_to_safetensors(part, tmp_path):
             convert(part.path, tmp_path / "m.safetensors", "safetensors")
         assert repr(lacking[0]) in str(error.value)
         assert not list(tmp_path.iterdir())
-    convert(part.path, tmp_path / "m.safetensors", "safetensors", Options(exclude=tuple(lacking)))
+    convert(part.path, tmp_path / "m.safetensors", "safetensors", ConvertOptions(exclude=tuple(lacking)))
     with safe_open(tmp_path / "m.safetensors", framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
         assert set(opened.keys()) == set(checkpoint.tensors) - set(lacking)
@@ -184,7 +184,7 @@ def test_every_dtype_in_every_direction(tmp_path):
     convert(tmp_path / "a.pt", tmp_path / "b", "dcp")
     convert(tmp_path / "b", tmp_path / "c.pt", "torch")
     lacking = ("complex128", "complex32")
-    convert(tmp_path / "c.pt", tmp_path / "d", "safetensors", Options(exclude=lacking, max_shard_nbytes=20_000))
+    convert(tmp_path / "c.pt", tmp_path / "d", "safetensors", ConvertOptions(exclude=lacking, max_shard_nbytes=20_000))
     convert(tmp_path / "d", tmp_path / "e", "dcp")
     convert(tmp_path / "e", tmp_path / "f.pt", "torch")
     assert not differences(state, torch.load(tmp_path / "c.pt"))
@@ -204,7 +204,7 @@ def test_casts_round_as_torch_does(tmp_path, stored, to):
     else:
         values = bits.to(torch.int16).view(getattr(torch, stored))
     torch.save({"w": values, "ids": torch.arange(7), "flags": torch.ones(3, dtype=torch.bool)}, tmp_path / "a.pt")
-    options = Options(renaming=Renaming(dtype=to))
+    options = ConvertOptions(renaming=Renaming(dtype=to))
     done = convert(tmp_path / "a.pt", tmp_path / "b.safetensors", "safetensors", options)
     assert done.n_cast == (stored != to)
     from safetensors.torch import load_file
@@ -228,7 +228,7 @@ class TestNames:
     def names(self, source, tmp_path, to="torch", **options):
         target = tmp_path / f"out.{'pt' if to == 'torch' else to}"
         renaming = {key: options.pop(key) for key in list(options) if key in Renaming._fields}
-        convert(source, target, to, Options(renaming=Renaming(**renaming), overwrite=True, **options))
+        convert(source, target, to, ConvertOptions(renaming=Renaming(**renaming), overwrite=True, **options))
         return torch.load(target, weights_only=False)
 
     def test_strip_add_rename_clean(self, source, tmp_path):
@@ -352,7 +352,7 @@ class TestSafety:
         for name in ("xver_t2130", "w_safetensors", "dtypes_keys_t2130"):
             exclude = ("c32", "*complex*", "*c128*", "*c32*") if to == "safetensors" else ()
             with contextlib.suppress(UnsupportedError):
-                convert(FOREIGN / name, tmp_path / f"{name}.out", to, Options(check=True, exclude=exclude))
+                convert(FOREIGN / name, tmp_path / f"{name}.out", to, ConvertOptions(check=True, exclude=exclude))
         import dcptool.rewrite as module
 
         def change(checkpoint, files, storage, *rest):
@@ -370,7 +370,7 @@ class TestSafety:
         monkeypatch.setattr(module, "copy", change)
         torch.save({"w": torch.ones(64)}, tmp_path / "a.pt")
         with pytest.raises(ItemError, match="differs from the source in 1 entries, the first 'w'"):
-            convert(tmp_path / "a.pt", tmp_path / "bad", to, Options(check=True))
+            convert(tmp_path / "a.pt", tmp_path / "bad", to, ConvertOptions(check=True))
         assert not (tmp_path / "bad").exists()
 
     def test_existing_output(self, tmp_path):
@@ -378,18 +378,18 @@ class TestSafety:
         with pytest.raises(OutputExistsError, match="--overwrite"):
             convert(FOREIGN / "w_async", tmp_path / "m.pt", "torch")
         assert (tmp_path / "m.pt").read_text() == "precious"
-        convert(FOREIGN / "w_async", tmp_path / "m.pt", "torch", Options(overwrite=True))
+        convert(FOREIGN / "w_async", tmp_path / "m.pt", "torch", ConvertOptions(overwrite=True))
         assert torch.load(tmp_path / "m.pt", weights_only=False)["step"] is not None
         (tmp_path / "d").mkdir()
         convert(FOREIGN / "w_async", tmp_path / "d", "dcp")
         with pytest.raises(OutputExistsError):
             convert(FOREIGN / "w_async", tmp_path / "d", "dcp")
         (tmp_path / "d" / "old").write_text("")
-        convert(FOREIGN / "w_threads3", tmp_path / "d", "dcp", Options(overwrite=True))
+        convert(FOREIGN / "w_threads3", tmp_path / "d", "dcp", ConvertOptions(overwrite=True))
         assert not (tmp_path / "d" / "old").exists()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "m.pt"]
         with pytest.raises(OutputExistsError, match="is a folder"):
-            convert(FOREIGN / "w_async", tmp_path / "d", "torch", Options(overwrite=True))
+            convert(FOREIGN / "w_async", tmp_path / "d", "torch", ConvertOptions(overwrite=True))
 
     @pytest.mark.parametrize("where", ["itself", "inside", "around"])
     def test_the_source_is_no_target(self, tmp_path, where):
@@ -397,7 +397,7 @@ class TestSafety:
         target = {"itself": folder, "inside": folder / "new", "around": tmp_path / "run"}[where]
         before = sorted(path.name for path in folder.iterdir())
         with pytest.raises(UnsupportedError, match="choose another place"):
-            convert(folder, target, "dcp", Options(overwrite=True))
+            convert(folder, target, "dcp", ConvertOptions(overwrite=True))
         assert sorted(path.name for path in folder.iterdir()) == before
 
     def test_no_space_and_no_way(self, tmp_path, monkeypatch):
@@ -458,7 +458,7 @@ def test_from_and_to_an_object_store(s3_url, tmp_path):
     assert set(dcptool.open(f"{s3_url}/m.safetensors")) == set(dcptool.open(FOREIGN / "w_async").tensors)
     for overwrite in (False, True):  # what is there could not be kept until the new one is complete
         with pytest.raises(OutputExistsError):
-            convert(f"{s3_url}/step_1", f"{s3_url}/step_2", "dcp", Options(overwrite=overwrite))
+            convert(f"{s3_url}/step_1", f"{s3_url}/step_2", "dcp", ConvertOptions(overwrite=overwrite))
     assert judge(f"{s3_url}/step_2").state is State.COMPLETE
 
 

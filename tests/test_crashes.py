@@ -22,7 +22,7 @@ DRIVER = textwrap.dedent(
     """
     import json, os, signal, sys
     sys.path.insert(0, sys.argv[1])
-    from dcptool.rewrite import Options, convert
+    from dcptool.rewrite import ConvertOptions, convert
     import numpy, ml_dtypes, zlib_ng.zlib_ng, concurrent.futures.thread
 
     source, target, to, overwrite, how = sys.argv[2:7]
@@ -43,7 +43,7 @@ DRIVER = textwrap.dedent(
         for name in ("write", "fsync", "rename", "replace", "mkdir"):
             setattr(os, name, shimmed(name))
         try:
-            convert(source, target, to, Options(overwrite=overwrite == "1", threads=2))
+            convert(source, target, to, ConvertOptions(overwrite=overwrite == "1", threads=2))
         except BaseException as error:
             os._exit(3 if "No space left" in str(error) else 4)
         os._exit(0 if events < stop_at else 6)

@@ -13,8 +13,9 @@ from dcptool.cover import Overlap
 from dcptool.errors import DcptoolError
 from dcptool.fill import fill, numpy_empty
 from dcptool.findings import Finding, Severity
-from dcptool.model import Chunk, Ints
-from dcptool.regions import Box, volume
+from dcptool.model import Chunk
+from dcptool.reading import cut_box
+from dcptool.regions import Box
 
 BAND_ELEMENTS = 1 << 20
 """Elements of each copy in memory at once."""
@@ -60,7 +61,7 @@ def equal(checkpoint: Checkpoint, entry: TensorEntry, first: Chunk, second: Chun
         DcptoolError: one of them cannot be read.
     """
     payloads = [(chunk, checkpoint.payload(entry, chunk)) for chunk in (first, second)]
-    for offsets, sizes in _bands(*box):
+    for offsets, sizes in cut_box(box, BAND_ELEMENTS):
         copies = []
         for chunk, payload in payloads:
             out = numpy_empty(sizes, entry.dtype)
@@ -70,15 +71,3 @@ def equal(checkpoint: Checkpoint, entry: TensorEntry, first: Chunk, second: Chun
         if copies[0] != copies[1]:
             return False
     return True
-
-
-def _bands(offsets: Ints, sizes: Ints) -> Iterable[Box]:
-    """Cut a box into boxes of at most BAND_ELEMENTS elements, halving its longest dimension."""
-    if volume(sizes) <= BAND_ELEMENTS:
-        yield offsets, sizes
-        return
-    dim = max(range(len(sizes)), key=lambda dim: sizes[dim])
-    half = sizes[dim] // 2
-    yield from _bands(offsets, (*sizes[:dim], half, *sizes[dim + 1 :]))
-    later = (*offsets[:dim], offsets[dim] + half, *offsets[dim + 1 :])
-    yield from _bands(later, (*sizes[:dim], sizes[dim] - half, *sizes[dim + 1 :]))

@@ -75,7 +75,7 @@ def convert(
     """
     from dcptool.cli.progress import bar
     from dcptool.render.convert import conversion_json, conversion_lines, plan_text
-    from dcptool.rewrite import Options
+    from dcptool.rewrite import ConvertOptions
     from dcptool.rewrite import convert as convert_path
     from dcptool.selection import Renaming
 
@@ -102,7 +102,7 @@ def convert(
     if trust:
         raise click.UsageError("--trust only means something with --engine torch")
     renaming = Renaming(strip_prefix, add_prefix, rename, clean_names, dtype)
-    chosen = Options(
+    chosen = ConvertOptions(
         keys, exclude, renaming, max_shard_size, nesting, objects, threads, overwrite, check, skip_corrupt, also
     )
     with bar(quiet) as progress:

@@ -50,7 +50,7 @@ def lay_out(
     nesting: str,
     max_shard_nbytes: int,
 ) -> Layout:
-    """Lay out a selection; arguments as in `rewrite.Options`.
+    """Lay out a selection; arguments as in `rewrite.ConvertOptions`.
 
     Raises:
         UnsupportedError: the format cannot hold something that is selected.
