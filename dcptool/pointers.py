@@ -9,12 +9,12 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from dcptool.activity import exists
 from dcptool.errors import DcptoolError
 from dcptool.findings import Finding, Severity
 from dcptool.runs import Run
 from dcptool.steps import step_number, step_order
 from dcptool.storage import Storage, base_name, is_url, locate
-from dcptool.writing import exists
 
 POINTERS = (
     "latest",

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from dcptool.activity import last_written, list_files, negative_sign
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError, UnsupportedError
 from dcptool.formats.dcp.reader import METADATA
 from dcptool.formats.safetensors import INDEX_SUFFIX
@@ -16,7 +17,6 @@ from dcptool.steps import step_order
 from dcptool.storage import Entry, Storage, base_name, join, locate, walk
 from dcptool.verdict import DEFAULT_RULES, Rules, State, Verdict, judge
 from dcptool.verification import verify
-from dcptool.writing import last_written, list_files, negative_sign
 
 UNREAD_KINDS = frozenset({"unreadable", "unsupported", "unsupported-item", "bad-metadata"})
 """Findings that say that something could not be read now, here: it may be whole."""

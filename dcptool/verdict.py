@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from dcptool.activity import folders_of, last_written, list_files, sign_of_writing
 from dcptool.checkpoint import Checkpoint
 from dcptool.checks import CheckReport, Level, check, state_of
 from dcptool.checks.items import Progress, Tally
@@ -23,7 +24,6 @@ from dcptool.runs import find_runs, is_run_of, listed
 from dcptool.steps import step_number
 from dcptool.storage import Entry, Location, base_name, join, locate
 from dcptool.summary import world_size
-from dcptool.writing import folders_of, last_written, list_files, sign_of_writing
 
 GRACE_SECONDS = 3600.0
 UNMARKED_KINDS = frozenset({"stale-marker", "bad-marker", "no-marker"})

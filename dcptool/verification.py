@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from dcptool.activity import exists
 from dcptool.checks.items import Progress
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.findings import Finding, Severity
@@ -15,7 +16,6 @@ from dcptool.marker import is_of_save
 from dcptool.runs import Run, run_at
 from dcptool.storage import join, locate
 from dcptool.verdict import DEFAULT_RULES, Rules, State, Verdict, judge, unreadable
-from dcptool.writing import exists
 
 MIN_SIBLINGS = 2
 """Other steps that must all have a part before one without it counts as lacking it."""

@@ -22,7 +22,7 @@ ORDER = (
     "formats.torch_save_write formats.safetensors_write formats.dcp.write formats.layouts placements checks.families "
     "checks.extents checks.files checks.paths checks.copies checks.items checks names notes runs summary "
     "comparing.results comparing.arithmetic comparing.bands comparing.pool comparing.values comparing.graphs "
-    "comparing.objects comparing.pairing comparing.outline comparing.live comparing writing verdict torch_load "
+    "comparing.objects comparing.pairing comparing.outline comparing.live comparing activity verdict torch_load "
     "verification pointers newest marking retention rewrite torch_engine overview render.text render.folding "
     "render.inspect render.verify render.convert render.diff cli.options cli.progress cli.inspect cli.verify "
     "cli.latest cli.mark cli.prune cli.convert cli.diff cli __main__ "
