@@ -422,7 +422,7 @@ def test_names_may_be_given_as_a_conversion_changed_them(forms, tmp_path):
     names = {"model.w": "other.weight", "model.i": "index"}
     renaming = Renaming(rename=tuple(names.items()))
     chosen = DiffOptions(keys=tuple(names))
-    dcptool.convert(forms / "four", tmp_path / "x.pt", "torch", dcptool.Options(chosen.keys, renaming=renaming))
+    dcptool.convert(forms / "four", tmp_path / "x.pt", "torch", dcptool.ConvertOptions(chosen.keys, renaming=renaming))
     checkpoints = dcptool.open(forms / "four"), dcptool.open(tmp_path / "x.pt")
     assert compare_checkpoints(*checkpoints, chosen, names=names).equal
     assert not compare_checkpoints(*checkpoints, chosen).equal
