@@ -1,9 +1,9 @@
 """Stream tensors of a checkpoint into output files: the one engine behind every conversion. Knows no format.
 
 A file is written front to back, part by part. A tensor is read in bands, row-major pieces of at most BAND_NBYTES, by
-threads that run ahead of the one that writes; several files are written at the same time. Memory is bounded by the
-bands in flight, whatever the size of a tensor or a chunk. Every record of the source that is read has its CRC32
-checked; what does not check is collected, not raised, so that all of it can be told.
+threads that run ahead of the one that writes; of each band every file that is written at the time takes its share.
+Memory is bounded by the bands in flight, whatever the size of a tensor or a chunk. Every record of the source that is
+read has its CRC32 checked; what does not check is collected, not raised, so that all of it can be told.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcptool.checkpoint import Checkpoint
+from dcptool import dtypes
+from dcptool.checkpoint import Checkpoint, TensorEntry
 from dcptool.errors import DcptoolError, LayoutError
 from dcptool.fill import crc32
 from dcptool.findings import Finding, Severity
-from dcptool.model import Closing, Fill, Literal, OutputFile, Record, Verbatim
-from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, RecordCheck, TensorReader, Where
+from dcptool.model import Closing, Fill, Literal, OutputFile, Part, Record, Verbatim
+from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, Piece, RecordCheck, TensorReader, Where, check_whole, inside
 from dcptool.storage import Sink, Storage
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BANDS_PER_THREAD = 2
 INLINE_NBYTES = 128 << 10
@@ -30,39 +34,123 @@ MAX_INDEXES = 64
 Progress = Callable[[int], None]
 
 
+class PartlyRead(NamedTuple):
+    """A record of which only parts were read: its tensor, the index of its chunk there, and what was seen of it."""
+
+    fqn: str
+    chunk_index: int
+    record: Record
+    pieces: tuple[Piece, ...]
+
+
 class CopyReport(NamedTuple):
-    """What was copied: bytes written to all files, and what of the source was found damaged on the way."""
+    """What was copied.
+
+    Attributes:
+        nbytes: written to all files.
+        failures: what of the source was found damaged on the way; zeros stand in its place.
+        partly_read: records that are still to be checked, with `settle`; empty unless others share them.
+    """
 
     nbytes: int
     failures: tuple[Finding, ...]
+    partly_read: tuple[PartlyRead, ...] = ()
 
 
 def copy(
-    source: Checkpoint, files: Sequence[OutputFile], target: Storage, threads: int, progress: Progress | None = None
+    source: Checkpoint,
+    files: Sequence[Sequence[OutputFile]],
+    target: Storage,
+    threads: int,
+    progress: Progress | None = None,
+    shared: bool = False,
 ) -> CopyReport:
     """Write files from a checkpoint.
 
     Args:
         source: an open checkpoint.
-        files: what to write; names are relative to `target`.
+        files: what to write, in groups: the files of one group are written side by side and take what they need from
+            one reading of a tensor; groups are written at the same time. Names are relative to `target`.
         target: where nothing of these names is yet.
-        threads: how many bands are read at the same time.
-        progress: told the bytes as they are written.
+        threads: how many bands are read, and groups written, at the same time.
+        progress: told the bytes as they are written; what it raises stops everything.
+        shared: other groups, here or elsewhere, read parts of the same records; whoever has the reports of all must
+            `settle` what is left over.
 
     Returns:
-        What was written. Where a record of the source is damaged, zeros stand in its place, and it is in `failures`:
-        the output is then good for nothing.
+        What was written. If there are failures, the output is good for nothing.
 
     Raises:
         StorageError: the target cannot be written; files that were begun are removed.
     """
-    with _Engine(source, target, threads, progress) as engine:
+    with _Engine(source, target, threads, progress, shared) as engine:
         return engine.run(files)
 
 
+def settle(source: Checkpoint, partly_read: Sequence[PartlyRead], threads: int) -> tuple[Finding, ...]:
+    """Check records of which several read a part: from all pieces together, else by reading them once more.
+
+    Args:
+        source: the checkpoint they are of.
+        partly_read: of all reports.
+        threads: how many records are read at the same time.
+
+    Returns:
+        What is damaged.
+    """
+    together: dict[tuple[str, int], PartlyRead] = {}
+    for found in partly_read:
+        key = (found.fqn, found.chunk_index)
+        known = together.get(key)
+        together[key] = found if known is None else known._replace(pieces=known.pieces + found.pieces)
+
+    def check(found: PartlyRead) -> Finding | None:
+        joined = RecordCheck(found.record, found.pieces)
+        message = joined.problem() if joined.is_whole() else _read_whole(source, found.record)
+        return _damage(source, found, message) if message else None
+
+    with ThreadPoolExecutor(threads, "settle") as pool:
+        return tuple(filter(None, pool.map(check, together.values())))
+
+
+def _read_whole(source: Checkpoint, record: Record) -> str:
+    try:
+        return check_whole(source, record)
+    except DcptoolError as error:
+        return str(error)
+
+
+def _damage(source: Checkpoint, found: PartlyRead, message: str) -> Finding:
+    entry = source.entries[found.fqn]
+    chunk = entry.chunks[found.chunk_index] if isinstance(entry, TensorEntry) else None
+    return damaged_item(message, (found.fqn, chunk, found.record))
+
+
+def damaged_item(message: str, where: Where) -> Finding:
+    """Return the finding that something stored is damaged."""
+    fqn, chunk, record = where
+    item = chunk.item if chunk else record.item if record else None
+    span = (item.byte_offset, item.byte_offset + item.nbytes) if item else None
+    place = f"{item.file}, bytes {span[0]:,}–{span[1]:,}: " if item and span else ""
+    at = f" at {list(chunk.offsets)}" if chunk and chunk.offsets else ""
+    name = f"{fqn!r}{at}: " if fqn else ""
+    return Finding(
+        "damaged-item",
+        Severity.ERROR,
+        f"{place}{name}{message}",
+        item.file if item else None,
+        fqn or None,
+        chunk.offsets if chunk else None,
+        chunk.sizes if chunk else None,
+        span,
+    )
+
+
 class _Engine:
-    def __init__(self, source: Checkpoint, target: Storage, threads: int, progress: Progress | None) -> None:
-        self._source, self._target = source, target
+    def __init__(
+        self, source: Checkpoint, target: Storage, threads: int, progress: Progress | None, shared: bool
+    ) -> None:
+        self._source, self._target, self._shared = source, target, shared
         self._progress = progress or (lambda nbytes: None)
         self._readers = ThreadPoolExecutor(threads, "read")
         self._n_ahead = threads * BANDS_PER_THREAD
@@ -71,6 +159,7 @@ class _Engine:
         self._lock = threading.Lock()
         self._indexes: dict[str, ChunkIndex] = {}
         self._failures: dict[tuple[Any, ...], Finding] = {}
+        self._partly_read: list[PartlyRead] = []
         self._stop = threading.Event()
 
     def __enter__(self) -> _Engine:
@@ -80,9 +169,9 @@ class _Engine:
         self._stop.set()
         self._readers.shutdown(cancel_futures=True)
 
-    def run(self, files: Sequence[OutputFile]) -> CopyReport:
-        with ThreadPoolExecutor(min(self._n_writers, max(len(files), 1)), "write") as writers:
-            done = [writers.submit(self._write_file, file) for file in files]
+    def run(self, groups: Sequence[Sequence[OutputFile]]) -> CopyReport:
+        with ThreadPoolExecutor(min(self._n_writers, max(len(groups), 1)), "write") as writers:
+            done = [writers.submit(self._write_group, group) for group in groups]
             try:
                 for future in wait(done, return_when=FIRST_EXCEPTION).done:
                     future.result()  # the first error, before the others are told to stop
@@ -90,72 +179,106 @@ class _Engine:
                 self._stop.set()
                 writers.shutdown(cancel_futures=True)
                 raise
-        return CopyReport(sum(future.result() for future in done), tuple(self._failures.values()))
+        written = sum(future.result() for future in done)
+        return CopyReport(written, tuple(self._failures.values()), tuple(self._partly_read))
 
-    def _write_file(self, file: OutputFile) -> int:
-        sink = self._target.create(file.name)
+    def _write_group(self, files: Sequence[OutputFile]) -> int:
+        outputs: list[_Output] = []
+        partly_read: list[PartlyRead] = []
         try:
-            written = self._write_parts(file, sink)
-            if written != file.nbytes:
-                raise LayoutError(f"{file.name} came out as {written:,} bytes, planned were {file.nbytes:,}")
-            if self._failures:  # good for nothing: on an object store finishing would give it its name
-                sink.abort()
+            for file in files:
+                outputs.append(_Output(file, self._target.create(file.name)))
+            self._write_parts(outputs, partly_read)
+            for output in outputs:
+                output.require_complete()
+            if self._shared:
+                self._partly_read += partly_read
             else:
-                sink.finish()
+                self._note_all(settle(self._source, partly_read, 1) if partly_read else ())
+            for output in outputs:
+                if self._failures:  # good for nothing: on an object store finishing would give it its name
+                    output.sink.abort()
+                else:
+                    output.sink.finish()
         except BaseException:
-            sink.abort()
+            for output in outputs:
+                output.sink.abort()
             raise
-        return written
+        return sum(output.written for output in outputs)
 
-    def _write_parts(self, file: OutputFile, sink: Sink) -> int:
+    def _write_parts(self, outputs: Sequence[_Output], partly_read: list[PartlyRead]) -> None:
         """Write all parts in order, with bands read ahead across the borders of parts."""
-        crcs: list[int] = []
-        written = 0
         ahead: list[tuple[Any, Future[memoryview] | None]] = []
-        for step in self._steps(file):
-            is_large = isinstance(step, Band | _Piece) and step.nbytes > INLINE_NBYTES
-            ahead.append((step, self._readers.submit(self._read, step) if is_large else None))
+        for step in self._steps(outputs):
+            is_large = isinstance(step, _Share | _Piece) and step.source.nbytes > INLINE_NBYTES
+            ahead.append((step, self._readers.submit(self._read, step.source) if is_large else None))
             if len(ahead) > self._n_ahead:
-                written += self._write_step(*ahead.pop(0), crcs, sink)
+                self._write_step(*ahead.pop(0), partly_read)
         for step, future in ahead:
-            written += self._write_step(step, future, crcs, sink)
-        return written
+            self._write_step(step, future, partly_read)
 
-    def _steps(self, file: OutputFile) -> Iterator[Any]:
-        for part in file.parts:
-            if isinstance(part, Fill):
-                reader = TensorReader(self._source, part, self._index(part.fqn), self._fail)
-                yield from reader.bands()
-                yield _End(reader)
-            elif isinstance(part, Verbatim):
-                check = RecordCheck(part.record)
-                for start in range(0, max(part.nbytes, 1), BAND_NBYTES):
-                    yield _Piece(part.record, check, start, min(BAND_NBYTES, part.nbytes - start), start == 0)
-                yield _End(None, check)
-            else:
-                yield part
+    def _steps(self, outputs: Sequence[_Output]) -> Iterator[Any]:
+        """Yield what is to be done, in order: what stands before a tensor, its bands, what follows.
 
-    def _write_step(self, step: Any, future: Future[memoryview] | None, crcs: list[int], sink: Sink) -> int:
+        Files that come to the same tensor together share its bands. The tensor that comes first in the source goes
+        first, so that they do come together where their order is that of the source.
+        """
+        rest = [(output, iter(output.file.parts)) for output in outputs]
+        order = {fqn: index for index, fqn in enumerate(self._source.entries)} if len(rest) > 1 else {}
+        heads: list[_Head] = []
+        while rest or heads:
+            for output, parts in rest:
+                for part in parts:
+                    if isinstance(part, Fill):
+                        heads.append((output, parts, part))
+                        break
+                    yield from self._other_steps(output, part)
+            if not heads:
+                return
+            first = min(heads, key=lambda head: order.get(head[2].fqn, 0))[2]
+            here: list[_Head] = []
+            later: list[_Head] = []
+            for head in heads:
+                is_same = head[2].fqn == first.fqn and head[2].dtype == first.dtype
+                (here if is_same else later).append(head)
+            heads = later
+            reader = TensorReader(self._source, [fill for *_, fill in here], self._index(first.fqn), self._fail)
+            taking = [output for output, *_ in here]
+            yield _Begin(taking)
+            for band in reader.bands():
+                yield _Share(band, taking)
+            yield _End(reader)
+            rest = [(output, parts) for output, parts, _ in here]
+
+    @staticmethod
+    def _other_steps(output: _Output, part: Literal | Verbatim | Closing) -> Iterator[Any]:
+        if not isinstance(part, Verbatim):
+            yield _Bytes(output, part)
+            return
+        check = RecordCheck(part.record)
+        yield _Begin([output])
+        for start in range(0, part.nbytes, BAND_NBYTES):
+            yield _Piece(_Run(part.record, check, start, min(BAND_NBYTES, part.nbytes - start)), output)
+        yield _End(None, check)
+
+    def _write_step(self, step: Any, future: Future[memoryview] | None, partly_read: list[PartlyRead]) -> None:
         if self._stop.is_set():
             raise LayoutError("stopped")
-        if isinstance(step, Band | _Piece):
-            data = future.result() if future else self._read(step)
-            if step.is_first:
-                crcs.append(0)
-            crcs[-1] = crc32(data, crcs[-1])
-            sink.write(data)
-            self._progress(len(data))
-            nbytes = len(data)
+        if isinstance(step, _Bytes):
+            output, part = step
+            output.write(part.data if isinstance(part, Literal) else part.make(output.crcs))
+        elif isinstance(step, _Begin):
+            for output in step.outputs:
+                output.crcs.append(0)
+        elif isinstance(step, _Share | _Piece):
+            data = future.result() if future else self._read(step.source)
+            for output, share in step.shares(data):
+                output.crcs[-1] = crc32(share, output.crcs[-1])
+                output.write(share)
+                self._progress(len(share))
             self._give_back(data)
-            return nbytes
-        if isinstance(step, _End):
-            self._finish_checks(step)
-            return 0
-        data_ = step.data if isinstance(step, Literal) else step.make(crcs)
-        if isinstance(step, Closing) and len(data_) != step.nbytes:
-            raise LayoutError(f"a directory came out as {len(data_)} bytes, planned were {step.nbytes}")
-        sink.write(data_)
-        return len(data_)
+        else:
+            self._finish_checks(step, partly_read)
 
     def _index(self, fqn: str) -> ChunkIndex:
         """Return the chunks of a tensor in order; the last few are kept, for all its boxes come together."""
@@ -167,7 +290,7 @@ class _Engine:
                 found = self._indexes[fqn] = ChunkIndex(self._source.entries[fqn])
         return found
 
-    def _read(self, step: Band | _Piece) -> memoryview:
+    def _read(self, step: Band | _Run) -> memoryview:
         buffer = self._take()
         out = buffer[: step.nbytes]
         try:
@@ -181,32 +304,28 @@ class _Engine:
             out[:] = bytes(len(out))
         return out
 
-    def _finish_checks(self, end: _End) -> None:
-        checks = end.reader.checks() if end.reader else [("", None, end.check)]
-        for fqn, chunk, check in checks:
-            message = check.problem() if check else ""
-            if message and check:
-                self._fail(message, (fqn, chunk, check.record))
+    def _finish_checks(self, end: _End, partly_read: list[PartlyRead]) -> None:
+        if end.check:
+            message = end.check.problem()
+            if message:
+                self._fail(message, ("", None, end.check.record))
+            return
+        if end.reader is None:
+            return
+        fqn = end.reader.entry.fqn
+        for index, check in end.reader.checks():
+            if not check.is_whole():
+                partly_read.append(PartlyRead(fqn, index, check.record, tuple(check.pieces)))
+            elif message := check.problem():
+                self._fail(message, (fqn, end.reader.entry.chunks[index], check.record))
 
     def _fail(self, message: str, where: Where) -> None:
-        fqn, chunk, record = where
-        item = chunk.item if chunk else record.item if record else None
-        span = (item.byte_offset, item.byte_offset + item.nbytes) if item else None
-        place = f"{item.file}, bytes {span[0]:,}–{span[1]:,}: " if item and span else ""
-        at = f" at {list(chunk.offsets)}" if chunk and chunk.offsets else ""
-        name = f"{fqn!r}{at}: " if fqn else ""
-        finding = Finding(
-            "damaged-item",
-            Severity.ERROR,
-            f"{place}{name}{message}",
-            item.file if item else None,
-            fqn or None,
-            chunk.offsets if chunk else None,
-            chunk.sizes if chunk else None,
-            span,
-        )
+        self._note_all([damaged_item(message, where)])
+
+    def _note_all(self, failures: Sequence[Finding]) -> None:
         with self._lock:
-            self._failures.setdefault((fqn, item, chunk.offsets if chunk else None), finding)
+            for finding in failures:
+                self._failures.setdefault((finding.fqn, finding.file, finding.byte_range), finding)
 
     def _take(self) -> memoryview:
         try:
@@ -220,18 +339,89 @@ class _Engine:
             self._buffers.put(memoryview(whole))
 
 
-class _Piece(NamedTuple):
+class _Output:
+    """A file that is being written, and the CRC32 of each Fill and Verbatim of it so far."""
+
+    def __init__(self, file: OutputFile, sink: Sink) -> None:
+        self.file, self.sink = file, sink
+        self.crcs: list[int] = []
+        self.written = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.sink.write(data)
+        self.written += len(data)
+
+    def require_complete(self) -> None:
+        if self.written != self.file.nbytes:
+            raise LayoutError(f"{self.file.name} has {self.written:,} bytes, planned were {self.file.nbytes:,}")
+
+
+_Head = tuple[_Output, Iterator[Part], Fill]
+"""A file, its further parts, and the tensor it has come to."""
+
+
+class _Run(NamedTuple):
+    """Bytes of a record that is carried as it is."""
+
     record: Record
     check: RecordCheck
     start: int
     nbytes: int
-    is_first: bool
 
     @property
     def where(self) -> Where:
         return "", None, self.record
 
 
+class _Bytes(NamedTuple):
+    output: _Output
+    part: Literal | Closing
+
+
+class _Begin(NamedTuple):
+    outputs: Sequence[_Output]
+
+
+class _Piece(NamedTuple):
+    source: _Run
+    output: _Output
+
+    def shares(self, data: memoryview) -> Iterator[tuple[_Output, memoryview]]:
+        yield self.output, data
+
+
+class _Share(NamedTuple):
+    """A band, and the files its reader's parts are of."""
+
+    source: Band
+    outputs: Sequence[_Output]
+
+    def shares(self, data: memoryview) -> Iterator[tuple[_Output, memoryview]]:
+        """Yield what each file takes of the band's bytes."""
+        box, takers = self.source.box, self.source.takers
+        if len(takers) == 1:
+            yield self.outputs[takers[0][0]], data
+            return
+        array = _elements(data, self.source)
+        for index, common in takers:
+            yield self.outputs[index], _bytes_of(array[inside(box, common)])
+
+
 class _End(NamedTuple):
     reader: TensorReader | None
     check: RecordCheck | None = None
+
+
+def _elements(data: memoryview, band: Band) -> np.ndarray[Any, Any]:
+    """Return a band's bytes as an array of elements of their size, whatever they mean."""
+    import numpy as np
+
+    itemsize = dtypes.lookup(band.reader.parts[0].dtype).itemsize
+    plain = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(itemsize, f"V{itemsize}")
+    return np.frombuffer(data, np.dtype(plain)).reshape(band.box[1])
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
+    import numpy as np
+
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

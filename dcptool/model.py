@@ -5,7 +5,7 @@ Plain data; imports nothing that reads or decodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 Ints = tuple[int, ...]
@@ -145,8 +145,11 @@ Part = Literal | Fill | Verbatim | Closing
 
 
 class OutputFile(NamedTuple):
-    """A file to be written front to back: its name, its exact length in bytes, and what it is made of."""
+    """A file to be written front to back: its name, its exact length in bytes, and what it is made of.
+
+    The parts may be made as they are asked for, each time anew.
+    """
 
     name: str
     nbytes: int
-    parts: Sequence[Part]
+    parts: Iterable[Part]

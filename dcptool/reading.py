@@ -1,23 +1,22 @@
 """Read tensors of a checkpoint band by band, with the CRC32 of every record checked. Knows no format and no output.
 
-A band is a row-major piece of a box, of at most BAND_NBYTES bytes; bands are read in any order, by several threads. A
-record whose bytes are all read in the course of it is checked from those pieces; of which only a part is wanted, or in
-another order than it is stored, is read whole once before, only to be checked.
+A band is a row-major piece of a region, of at most BAND_NBYTES bytes; bands are read in any order, by several threads.
+The bytes of a record are checked as they come; where only parts of it are wanted, what others read of it may be added.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, Entry, TensorEntry, require_box
-from dcptool.errors import DcptoolError, ItemError, LayoutError
+from dcptool.errors import DcptoolError, LayoutError
 from dcptool.fill import crc32, fill
-from dcptool.model import Chunk, Fill, Ints, Payload, Record
-from dcptool.regions import Box, intersect, is_contiguous, volume
+from dcptool.model import Chunk, Fill, Payload, Record
+from dcptool.regions import Box, bounding, intersect, volume
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,36 +28,52 @@ Where = tuple[str, Chunk | None, Record | None]
 """What a failure is about: fqn, chunk, record."""
 
 
-class RecordCheck:
-    """The CRC32 of a record from pieces that come in any order, each once."""
+class Piece(NamedTuple):
+    """A run of bytes that was read of a record: its place there, its length in bytes, its CRC32."""
 
-    def __init__(self, record: Record) -> None:
+    byte_offset: int
+    nbytes: int
+    crc32: int
+
+
+class RecordCheck:
+    """The CRC32 of a record from pieces that come in any order, overlapping or not."""
+
+    def __init__(self, record: Record, pieces: Sequence[Piece] = ()) -> None:
         self.record = record
-        self._pieces: dict[int, tuple[int, int]] = {}
+        self.pieces = list(pieces)
 
     def update(self, byte_offset: int, data: memoryview) -> None:
         """Take note of the bytes at an offset inside the record."""
-        self._pieces[byte_offset] = len(data), crc32(data)
+        if self.record.crc32 is not None:
+            self.pieces.append(Piece(byte_offset, len(data), crc32(data)))
+
+    def is_whole(self) -> bool:
+        """Tell whether there is nothing left to read to know: pieces make up the record, or it has no checksum."""
+        return self.record.crc32 is None or self._joined() is not None
 
     def problem(self) -> str:
-        """Say what is wrong once all pieces were read; "" if nothing is, or the writer stored no checksum."""
-        if self.record.crc32 is None:
+        """Say what is wrong with the record, "" if nothing is, or the writer stored no checksum."""
+        record = self.record
+        if record.crc32 is None:
             return ""
-        value, position = 0, 0
-        for start in sorted(self._pieces):
-            nbytes, piece = self._pieces[start]
-            if start != position:
-                return f"bytes {position}–{start} of record {self.record.name} were not read"
-            value = combine(value, piece, nbytes)
-            position += nbytes
-        if position != self.record.nbytes:
-            return f"only {position} of {self.record.nbytes} bytes of record {self.record.name} were read"
-        if value != self.record.crc32:
+        value = self._joined()
+        if value is None:
+            return f"only parts of record {record.name} were read"
+        if value != record.crc32:
             return (
-                f"bytes were changed since they were saved: record {self.record.name} has CRC32 {value:08x}, "
-                f"stored is {self.record.crc32:08x}"
+                f"bytes were changed since they were saved: record {record.name} has CRC32 {value:08x}, "
+                f"stored is {record.crc32:08x}"
             )
         return ""
+
+    def _joined(self) -> int | None:
+        """Return the CRC32 of all bytes from pieces that follow one another, None if no such pieces are there."""
+        reached = {0: 0}
+        for start, nbytes, value in sorted(self.pieces):
+            if start in reached:
+                reached.setdefault(start + nbytes, combine(reached[start], value, nbytes))
+        return reached.get(self.record.nbytes)
 
 
 def combine(first: int, second: int, nbytes: int) -> int:
@@ -69,14 +84,31 @@ def combine(first: int, second: int, nbytes: int) -> int:
     return result
 
 
+def check_whole(source: Checkpoint, record: Record) -> str:
+    """Read all of a record and say what is wrong with it, "" if nothing is."""
+    check = RecordCheck(record)
+    buffer = memoryview(bytearray(min(1 << 20, record.nbytes)))
+    for start in range(0, record.nbytes, max(len(buffer), 1)):
+        piece = buffer[: record.nbytes - start]
+        source.source.read_into(record, start, piece)
+        check.update(start, piece)
+    return check.problem()
+
+
 class Band(NamedTuple):
-    """A piece of a box that is read at once: its own box, its bytes in the output, and whether it is the first."""
+    """A box that is read at once, and what of it each of the reader's parts takes.
+
+    Attributes:
+        reader: what reads it.
+        box: offsets and sizes, in elements of the whole tensor.
+        nbytes: of its values in the output.
+        takers: indexes into the reader's parts with the box that each takes of this one.
+    """
 
     reader: TensorReader
-    offsets: Ints
-    sizes: Ints
+    box: Box
     nbytes: int
-    is_first: bool
+    takers: tuple[tuple[int, Box], ...]
 
     @property
     def where(self) -> Where:
@@ -84,71 +116,74 @@ class Band(NamedTuple):
 
 
 class TensorReader:
-    """Reads a box of a tensor band by band; bands may be read in any order and by several threads."""
+    """Reads boxes of one tensor band by band; bands may be read in any order and by several threads.
 
-    def __init__(self, source: Checkpoint, part: Fill, chunks: ChunkIndex, fail: Callable[..., None]) -> None:
-        self.entry, self._source, self._part, self._fail = chunks.entry, source, part, fail
+    Args:
+        source: the checkpoint.
+        parts: what is wanted: boxes of one tensor, all of one dtype.
+        chunks: of the tensor.
+        fail: told what cannot be read or does not check; zeros stand in its place.
+    """
+
+    def __init__(
+        self, source: Checkpoint, parts: Sequence[Fill], chunks: ChunkIndex, fail: Callable[..., None]
+    ) -> None:
+        self.entry, self.parts, self._source, self._fail = chunks.entry, parts, source, fail
         self._chunks = chunks
-        self._payloads: dict[int, tuple[Payload, RecordCheck | None]] = {}
+        self._payloads: dict[int, tuple[Payload, RecordCheck]] = {}
         self._lock = threading.Lock()
 
     def bands(self) -> Iterator[Band]:
-        """Yield the bands of the box in row-major order; at least one, maybe empty."""
-        wide = max(dtypes.lookup(self.entry.dtype).itemsize, dtypes.lookup(self._part.dtype).itemsize)
-        itemsize = dtypes.lookup(self._part.dtype).itemsize
-        for index, (offsets, sizes) in enumerate(cut_box((self._part.offsets, self._part.sizes), BAND_NBYTES // wide)):
-            yield Band(self, offsets, sizes, volume(sizes) * itemsize, index == 0)
+        """Yield bands that together hold all that is wanted, in row-major order, which is that of each part too."""
+        itemsize = dtypes.lookup(self.parts[0].dtype).itemsize
+        wide = max(dtypes.lookup(self.entry.dtype).itemsize, itemsize)
+        wanted = [(index, (part.offsets, part.sizes)) for index, part in enumerate(self.parts) if part.nbytes]
+        if not wanted:
+            return
+        for box in cut_box(bounding([part for _, part in wanted]), BAND_NBYTES // wide):
+            takers = tuple((index, common) for index, part in wanted if (common := _common(box, part)))
+            if takers:
+                box = takers[0][1] if len(takers) == 1 else bounding([common for _, common in takers])
+                yield Band(self, box, volume(box[1]) * itemsize, takers)
 
     def read(self, band: Band, out: memoryview) -> None:
         """Fill `out` with a band's values."""
         import numpy as np
 
-        if not band.nbytes:
-            return
-        stored, wanted = dtypes.numpy_dtype(self.entry.dtype), dtypes.numpy_dtype(self._part.dtype)
+        stored, wanted = dtypes.numpy_dtype(self.entry.dtype), dtypes.numpy_dtype(self.parts[0].dtype)
+        sizes = band.box[1]
         if stored == wanted:
-            array = np.frombuffer(out, np.uint8).view(wanted).reshape(band.sizes)
-            self._assemble(band, array)
+            self._assemble(band.box, np.frombuffer(out, np.uint8).view(wanted).reshape(sizes))
             return
-        array = np.empty(band.sizes, stored)
-        self._assemble(band, array)
+        array = np.empty(sizes, stored)
+        self._assemble(band.box, array)
         with np.errstate(over="ignore", invalid="ignore"):
-            np.frombuffer(out, np.uint8).view(wanted).reshape(band.sizes)[...] = array.astype(wanted)
+            np.frombuffer(out, np.uint8).view(wanted).reshape(sizes)[...] = array.astype(wanted)
 
-    def checks(self) -> list[tuple[str, Chunk | None, RecordCheck | None]]:
-        """Return for each chunk that was read what its record's checksum says."""
-        return [
-            (self.entry.fqn, self.entry.chunks[index], check) for index, (_, check) in sorted(self._payloads.items())
-        ]
+    def checks(self) -> list[tuple[int, RecordCheck]]:
+        """Return for each chunk that was read its index and what was seen of its record."""
+        return [(index, check) for index, (_, check) in sorted(self._payloads.items())]
 
-    def _assemble(self, band: Band, array: np.ndarray[Any, Any]) -> None:
-        box = (band.offsets, band.sizes)
+    def _assemble(self, box: Box, array: np.ndarray[Any, Any]) -> None:
         covered = 0
-        for index in self._chunks.touching(band.offsets[0] if band.offsets else 0, band.sizes[0] if band.sizes else 1):
+        for index in self._chunks.touching(box[0][0] if box[0] else 0, box[1][0] if box[1] else 1):
             chunk = self.entry.chunks[index]
             common = intersect(box, (chunk.offsets, chunk.sizes))
             if common is None:
                 continue
             covered += volume(common[1])
             here = tuple(a - b for a, b in zip(common[0], chunk.offsets, strict=True))
-            there = [slice(a - b, a - b + n) for a, b, n in zip(common[0], band.offsets, common[1], strict=True)]
-            index_: Any = (*there, ...)  # the ellipsis keeps zero dimensions an array
-            part = array[index_]
+            part = array[inside(box, common)]
             try:
                 payload, check = self._payload(index, chunk)
-                update = check.update if check else _ignore
-                fill(payload, self._source.source.read_into, here, part, update)
+                fill(payload, self._source.source.read_into, here, part, check.update)
             except DcptoolError as error:
                 self._fail(str(error), (self.entry.fqn, chunk, None))
                 part[...] = _zero(array)
-        if covered != volume(band.sizes):
-            raise LayoutError(f"no chunk holds all of the box at {list(band.offsets)} sizes {list(band.sizes)}")
+        if covered != volume(box[1]):
+            raise LayoutError(f"no chunk holds all of the box at {list(box[0])} sizes {list(box[1])}")
 
-    def _payload(self, index: int, chunk: Chunk) -> tuple[Payload, RecordCheck | None]:
-        """Return the payload of a chunk, and its record's check if the pieces that are read make up the record.
-
-        A record of which only parts are read, or not in order, is read whole once, only to check it.
-        """
+    def _payload(self, index: int, chunk: Chunk) -> tuple[Payload, RecordCheck]:
         with self._lock:
             found = self._payloads.get(index)
         if found:
@@ -157,27 +192,18 @@ class TensorReader:
             raise LayoutError("the metadata has no place for it")
         payload = self._source.source.payload(self.entry, chunk, chunk.item)
         require_box(payload, self.entry, chunk)
-        record = payload.record
-        check = RecordCheck(record) if record.crc32 is not None else None
-        if check and not self._reads_all(payload, chunk):
-            _check_whole(self._source, record)
-            check = None
         with self._lock:
-            return self._payloads.setdefault(index, (payload, check))
-
-    def _reads_all(self, payload: Payload, chunk: Chunk) -> bool:
-        itemsize = dtypes.lookup(payload.dtype).itemsize
-        whole = intersect((self._part.offsets, self._part.sizes), (chunk.offsets, chunk.sizes))
-        return (
-            whole == (chunk.offsets, chunk.sizes)
-            and payload.storage_offset == 0
-            and is_contiguous(payload.shape, payload.strides)
-            and volume(payload.shape) * itemsize == payload.record.nbytes
-        )
+            return self._payloads.setdefault(index, (payload, RecordCheck(payload.record)))
 
 
-def _ignore(byte_offset: int, data: memoryview) -> None:
-    return None
+def inside(outer: Box, inner: Box) -> Any:
+    """Return the index of a box in an array that holds another one around it; the ellipsis keeps 0-d an array."""
+    starts = zip(inner[0], outer[0], inner[1], strict=True)
+    return (*(slice(a - b, a - b + n) for a, b, n in starts), ...)
+
+
+def _common(box: Box, part: Box) -> Box | None:
+    return box if box == part else intersect(box, part)
 
 
 def _zero(array: np.ndarray[Any, Any]) -> Any:
@@ -185,18 +211,6 @@ def _zero(array: np.ndarray[Any, Any]) -> Any:
     import numpy as np
 
     return np.zeros((), array.dtype)
-
-
-def _check_whole(source: Checkpoint, record: Record) -> None:
-    check = RecordCheck(record)
-    buffer = memoryview(bytearray(min(1 << 20, record.nbytes)))
-    for start in range(0, record.nbytes, max(len(buffer), 1)):
-        piece = buffer[: record.nbytes - start]
-        source.source.read_into(record, start, piece)
-        check.update(start, piece)
-    problem = check.problem()
-    if problem:
-        raise ItemError(problem)
 
 
 class ChunkIndex:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from math import prod
+from operator import add, sub
 
 from dcptool.model import Ints
 
@@ -30,6 +31,15 @@ def intersect(a: Box, b: Box) -> Box | None:
         offsets.append(start)
         sizes.append(size)
     return tuple(offsets), tuple(sizes)
+
+
+def bounding(boxes: Sequence[Box]) -> Box:
+    """Return the smallest box around one or more boxes of the same ndim."""
+    if len(boxes) == 1:
+        return boxes[0]
+    offsets = tuple(map(min, zip(*(box[0] for box in boxes), strict=True)))
+    ends = (map(add, *box) for box in boxes)
+    return offsets, tuple(map(sub, map(max, zip(*ends, strict=True)), offsets))
 
 
 def contiguous_strides(shape: Ints) -> Ints:

@@ -137,11 +137,12 @@ def convert(
     if not dry_run:
         with prepare(path, layout.is_file, nbytes, options.overwrite, checkpoint.path) as place:
             threads = options.threads or os.cpu_count() or 1
-            report = copy(checkpoint, place.named(layout.files), place.storage, threads, progress)
+            groups = [[file] for file in place.named(layout.files)]
+            report = copy(checkpoint, groups, place.storage, threads, progress)
             if report.failures:
                 raise ItemError(_damaged(report.failures))
             for file in layout.last:
-                copy(checkpoint, place.named([file]), place.storage, 1, progress)
+                copy(checkpoint, [place.named([file])], place.storage, 1, progress)
             layout.validate(place.written)
             _require_same(place, layout, selection)
             if options.check:

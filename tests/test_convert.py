@@ -355,9 +355,9 @@ class TestSafety:
                 convert(FOREIGN / name, tmp_path / f"{name}.out", to, ConvertOptions(check=True, exclude=exclude))
         import dcptool.rewrite as module
 
-        def change(checkpoint, files, storage, *rest):
-            report = copy(checkpoint, files, storage, *rest)
-            for file in files:
+        def change(checkpoint, groups, storage, *rest):
+            report = copy(checkpoint, groups, storage, *rest)
+            for file in (file for group in groups for file in group):
                 path = storage._path(file.name)
                 data = bytearray(open(path, "rb").read())  # noqa: SIM115
                 at = data.find(np.full(4, 1.0, np.float32).tobytes())

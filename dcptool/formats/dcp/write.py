@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
@@ -34,6 +34,19 @@ _PLANS = "all_local_plans"
 """Megatron's attribute that describes the plans of the save that was read; it would be wrong for this one."""
 
 
+class Arrangement(NamedTuple):
+    """What goes into which data file.
+
+    Attributes:
+        files: name of the file → names of its entries in order, each with its box, None for an object.
+        boxes: name of the entry → its boxes in the order the metadata lists them; no box for an object. The entries are
+            in the order of `state_dict_metadata`.
+    """
+
+    files: Mapping[str, Sequence[tuple[str, Box | None]]]
+    boxes: Mapping[str, Sequence[Box]]
+
+
 class Place(NamedTuple):
     """Where an item will be, in bytes of its file; `offsets` is None for an object."""
 
@@ -52,28 +65,32 @@ class DcpLayout(NamedTuple):
     notes: tuple[str, ...]
 
 
-def lay_out_dcp(checkpoint: Checkpoint, selection: Selection, path: str, writer: str = "convert") -> DcpLayout:
+def lay_out_dcp(
+    checkpoint: Checkpoint,
+    selection: Selection,
+    path: str,
+    writer: str = "convert",
+    arrangement: Arrangement | None = None,
+) -> DcpLayout:
     """Lay out a selection.
 
     Args:
         checkpoint: the source.
-        selection: what goes in.
+        selection: what goes in; its order is that of `planner_data`.
         path: where it will be, which `.metadata` records.
         writer: what the marker names.
+        arrangement: of the files; None to keep that of a DCP source, and to put all into one file for others.
 
     Raises:
         LayoutError: two entries of a `.pt` file have one name once keys are text.
         ItemError: an object of the source is damaged.
     """
     _require_distinct(checkpoint, selection)
-    items = _placed_items(checkpoint, selection)
-    files, places = [], []
-    for name in _file_names(checkpoint, items):
-        file, found = _data_file(checkpoint, name, items.get(name, []))
-        files.append(file)
-        places += found
+    arrangement = arrangement or _as_stored(checkpoint, selection)
+    files = data_files(checkpoint, selection, arrangement)
+    places = [place for file in files if isinstance(file.parts, _Zips) for place in file.parts.places(file.name)]
     save_id = str(uuid.uuid4())
-    metadata = emit(_metadata(checkpoint, selection, places, path, save_id), 4)
+    metadata = emit(_metadata(checkpoint, selection, arrangement.boxes, places, path, save_id), 4)
     ranks = [rank for file in files if (rank := data_file_rank(file.name)) is not None]
     marker = Marker(
         NAME,
@@ -95,6 +112,20 @@ def lay_out_dcp(checkpoint: Checkpoint, selection: Selection, path: str, writer:
     return DcpLayout(tuple(files), last, tuple(notes))
 
 
+def data_files(checkpoint: Checkpoint, selection: Selection, arrangement: Arrangement) -> list[OutputFile]:
+    """Lay out the data files of an arrangement, in its order.
+
+    Raises:
+        ItemError: an object of the source is damaged.
+    """
+    by_name = {item.name: item for item in selection.in_order}
+    files = []
+    for name, items in arrangement.files.items():
+        zips = _Zips(checkpoint, [(by_name[entry], box) for entry, box in items])
+        files.append(OutputFile(name, zips.nbytes, zips))
+    return files
+
+
 def _require_distinct(checkpoint: Checkpoint, selection: Selection) -> None:
     names = {item.entry.fqn for item in selection.in_order}
     for problem in checkpoint.problems:
@@ -105,23 +136,27 @@ def _require_distinct(checkpoint: Checkpoint, selection: Selection) -> None:
 _Item = tuple[SelectedTensor | SelectedObject, Box | None]
 
 
-def _placed_items(checkpoint: Checkpoint, selection: Selection) -> dict[str, list[_Item]]:
-    """Return for each data file its items in order; the boxes and the order of a DCP source are kept."""
+def _as_stored(checkpoint: Checkpoint, selection: Selection) -> Arrangement:
+    """Keep the boxes, the files and the order in them of a DCP source; put what others hold whole into one file."""
     if checkpoint.format != "dcp":
-        whole = [(item, _whole(item)) for item in selection.in_order]
-        return {"__0_0.distcp": whole}
-    found: dict[str, list[tuple[int, int, _Item]]] = {}
+        whole = [(item.name, _whole(item)) for item in selection.in_order]
+        return Arrangement({"__0_0.distcp": whole}, {name: [box] if box else [] for name, box in whole})
+    found: dict[str, list[tuple[int, int, tuple[str, Box | None]]]] = {}
+    boxes: dict[str, Sequence[Box]] = {}
     for index, item in enumerate(selection.in_order):
         if isinstance(item, SelectedObject):
+            boxes[item.name] = ()
             if item.entry.item:
-                place = (item.entry.item.byte_offset, index, (item, None))
+                place = (item.entry.item.byte_offset, index, (item.name, None))
                 found.setdefault(item.entry.item.file, []).append(place)
             continue
+        boxes[item.name] = list(item.entry.chunks.boxes())
         for chunk in item.entry.chunks:
             if chunk.item:
                 box = (chunk.offsets, chunk.sizes)
-                found.setdefault(chunk.item.file, []).append((chunk.item.byte_offset, index, (item, box)))
-    return {file: [item for *_, item in sorted(rows, key=lambda row: row[:2])] for file, rows in found.items()}
+                found.setdefault(chunk.item.file, []).append((chunk.item.byte_offset, index, (item.name, box)))
+    files = {name: [item for *_, item in sorted(found.get(name, ()))] for name in _file_names(checkpoint, found)}
+    return Arrangement(files, boxes)
 
 
 def _whole(item: SelectedTensor | SelectedObject) -> Box | None:
@@ -130,35 +165,73 @@ def _whole(item: SelectedTensor | SelectedObject) -> Box | None:
     return (0,) * len(item.entry.shape), item.entry.shape
 
 
-def _file_names(checkpoint: Checkpoint, items: Mapping[str, Sequence[_Item]]) -> list[str]:
+def _file_names(checkpoint: Checkpoint, items: Mapping[str, object]) -> list[str]:
     """Return the names of data files: those with items, and the empty ones of idle ranks."""
-    idle = [name for name in checkpoint.usage if name not in items] if checkpoint.format == "dcp" else []
+    idle = [name for name in checkpoint.usage if name not in items]
     empty = [name for name, nbytes in checkpoint.files.items() if not nbytes and data_file_rank(name) is not None]
     return sorted({*items, *idle, *empty}, key=lambda name: (data_file_rank(name) or 0, name))
 
 
-def _data_file(checkpoint: Checkpoint, name: str, items: Sequence[_Item]) -> tuple[OutputFile, list[Place]]:
-    parts: list[Part] = []
-    places: list[Place] = []
-    position = slot = 0
-    for item, box in items:
-        members = _tensor_members(item, box) if isinstance(item, SelectedTensor) else _object_members(checkpoint, item)
-        more, nbytes = lay_out_zip(members, slot)
-        parts += more
-        places.append(Place(item.name, box[0] if box else None, name, position, nbytes))
-        position += nbytes
-        slot += sum(not isinstance(member.part, Literal) for member in members)
-    return OutputFile(name, position, parts), places
+class _Zips:
+    """The parts of a data file: the zips of its items, laid out one after the other when they are asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, items: Sequence[_Item]) -> None:
+        self._items = items
+        self._objects = {
+            index: _object_members(checkpoint, item)
+            for index, (item, _) in enumerate(items)
+            if isinstance(item, SelectedObject)
+        }
+
+    def __iter__(self) -> Iterator[Part]:
+        slot = 0
+        for index, item in enumerate(self._items):
+            members = self._members(index, *item)
+            yield from lay_out_zip(members, slot)[0]
+            slot += sum(not isinstance(member.part, Literal) for member in members)
+
+    def places(self, file: str) -> Iterator[Place]:
+        """Yield where each item is in the file of this name."""
+        position = 0
+        for index, (item, box) in enumerate(self._items):
+            nbytes = self._nbytes(index, item, box)
+            yield Place(item.name, box[0] if box else None, file, position, nbytes)
+            position += nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the file in bytes."""
+        return sum(self._nbytes(index, *item) for index, item in enumerate(self._items))
+
+    def _nbytes(self, index: int, item: SelectedTensor | SelectedObject, box: Box | None) -> int:
+        if isinstance(item, SelectedTensor) and box:
+            return _tensor_zip_nbytes(item.dtype, box[1])
+        return lay_out_zip(self._objects[index])[1]
+
+    def _members(self, index: int, item: SelectedTensor | SelectedObject, box: Box | None) -> list[Member]:
+        return _tensor_members(item, box) if isinstance(item, SelectedTensor) and box else self._objects[index]
 
 
-def _tensor_members(item: SelectedTensor, box: Box | None) -> list[Member]:
-    offsets, sizes = box or ((), ())
-    nbytes = volume(sizes) * dtypes.lookup(item.dtype).itemsize
+@functools.lru_cache(4096)
+def _tensor_zip_nbytes(dtype: str, sizes: Ints) -> int:
+    return lay_out_zip(_members_of(dtype, sizes, Fill("", sizes, sizes, dtype, _nbytes(dtype, sizes))))[1]
+
+
+def _tensor_members(item: SelectedTensor, box: Box) -> list[Member]:
+    offsets, sizes = box
+    return _members_of(item.dtype, sizes, Fill(item.entry.fqn, offsets, sizes, item.dtype, _nbytes(item.dtype, sizes)))
+
+
+def _members_of(dtype: str, sizes: Ints, values: Fill) -> list[Member]:
     return [
-        Member("data.pkl", Literal(_tensor_pickle(item.dtype, sizes))),
-        Member("data/0", Fill(item.entry.fqn, offsets, sizes, item.dtype, nbytes)),
+        Member("data.pkl", Literal(_tensor_pickle(dtype, sizes))),
+        Member("data/0", values),
         *(Member(name, Literal(content)) for name, content in TAIL),
     ]
+
+
+def _nbytes(dtype: str, sizes: Ints) -> int:
+    return volume(sizes) * dtypes.lookup(dtype).itemsize
 
 
 @functools.lru_cache(4096)
@@ -176,23 +249,30 @@ def _object_members(checkpoint: Checkpoint, item: SelectedObject) -> list[Member
     ]
 
 
-def _metadata(checkpoint: Checkpoint, selection: Selection, places: Sequence[Place], path: str, save_id: str) -> Node:
+def _metadata(
+    checkpoint: Checkpoint,
+    selection: Selection,
+    boxes: Mapping[str, Sequence[Box]],
+    places: Sequence[Place],
+    path: str,
+    save_id: str,
+) -> Node:
     """Return the graph of `.metadata`."""
+    by_name = {item.name: item for item in selection.in_order}
     layout = call("torch.serialization._get_layout", "torch.strided")
     memory_format = call(f"{_RECORDS}._MEM_FORMAT_ENCODING", 0)
     state: dict[str, Node] = {}
-    for item in selection.in_order:
+    for name in boxes:
+        item = by_name[name]
         if isinstance(item, SelectedObject):
             state[item.name] = new(f"{_RECORDS}.BytesStorageMetadata")
             continue
         properties = new(
             f"{_RECORDS}.TensorProperties", (ref(f"torch.{item.dtype}"), layout, False, memory_format, False)
         )
-        boxes = list(item.entry.chunks.boxes()) if checkpoint.format == "dcp" else [_whole(item)]
         chunks = [
-            new(f"{_RECORDS}.ChunkStorageMetadata", {"offsets": _size(box[0]), "sizes": _size(box[1])})
-            for box in boxes
-            if box
+            new(f"{_RECORDS}.ChunkStorageMetadata", {"offsets": _size(offsets), "sizes": _size(sizes)})
+            for offsets, sizes in boxes[name]
         ]
         fields = {"properties": properties, "size": _size(item.entry.shape), "chunks": chunks}
         state[item.name] = new(f"{_RECORDS}.TensorStorageMetadata", fields)
@@ -203,7 +283,7 @@ def _metadata(checkpoint: Checkpoint, selection: Selection, places: Sequence[Pla
     whole: dict[str, Any] = {
         "state_dict_metadata": state,
         "planner_data": planner_data,
-        "storage_data": _storage_data(places),
+        "storage_data": _storage_data(places, boxes),
         "storage_meta": new(f"{_RECORDS}.StorageMeta", storage_meta),
         "version": "1.0.0",
         **{name: value for name, value in checkpoint.extra.items() if name != _PLANS},
@@ -211,13 +291,13 @@ def _metadata(checkpoint: Checkpoint, selection: Selection, places: Sequence[Pla
     return new(f"{_RECORDS}.Metadata", whole)
 
 
-def _storage_data(places: Sequence[Place]) -> dict[Node, Node]:
-    counts: dict[str, int] = {}
+def _storage_data(places: Sequence[Place], boxes: Mapping[str, Sequence[Box]]) -> dict[Node, Node]:
+    indexes = {name: {offsets: index for index, (offsets, _) in enumerate(found)} for name, found in boxes.items()}
     found = {}
     for place in places:
-        index = counts[place.name] = counts.get(place.name, -1) + 1
         offset = None if place.offsets is None else _size(place.offsets)
-        key = {"fqn": place.name, "offset": offset, "index": None if offset is None else index}
+        index = None if place.offsets is None else indexes[place.name][place.offsets]
+        key = {"fqn": place.name, "offset": offset, "index": index}
         info = {
             "relative_path": place.file,
             "offset": place.byte_offset,
