@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, TensorEntry
 from dcptool.errors import DcptoolError, LayoutError
 from dcptool.fill import crc32
 from dcptool.findings import Finding, Severity
-from dcptool.model import Closing, Fill, Literal, OutputFile, Part, Record, Verbatim
-from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, Piece, RecordCheck, TensorReader, Where, check_whole, inside
-from dcptool.storage import Sink, Storage
-
-if TYPE_CHECKING:
-    import numpy as np
+from dcptool.model import Fill, Literal, OutputFile, Record
+from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, Piece, RecordCheck, TensorReader, Where, check_whole
+from dcptool.schedule import Begin, Bytes, Carried, End, Output, Run, Share, Step, schedule
+from dcptool.storage import Storage
 
 BANDS_PER_THREAD = 2
 INLINE_NBYTES = 128 << 10
@@ -161,6 +158,7 @@ class _Engine:
         self._failures: dict[tuple[Any, ...], Finding] = {}
         self._partly_read: list[PartlyRead] = []
         self._stop = threading.Event()
+        self._order = {fqn: index for index, fqn in enumerate(source.entries)}
 
     def __enter__(self) -> _Engine:
         return self
@@ -183,11 +181,11 @@ class _Engine:
         return CopyReport(written, tuple(self._failures.values()), tuple(self._partly_read))
 
     def _write_group(self, files: Sequence[OutputFile]) -> int:
-        outputs: list[_Output] = []
+        outputs: list[Output] = []
         partly_read: list[PartlyRead] = []
         try:
             for file in files:
-                outputs.append(_Output(file, self._target.create(file.name)))
+                outputs.append(Output(file, self._target.create(file.name)))
             self._write_parts(outputs, partly_read)
             for output in outputs:
                 output.require_complete()
@@ -206,71 +204,29 @@ class _Engine:
             raise
         return sum(output.written for output in outputs)
 
-    def _write_parts(self, outputs: Sequence[_Output], partly_read: list[PartlyRead]) -> None:
+    def _write_parts(self, outputs: Sequence[Output], partly_read: list[PartlyRead]) -> None:
         """Write all parts in order, with bands read ahead across the borders of parts."""
-        ahead: list[tuple[Any, Future[memoryview] | None]] = []
-        for step in self._steps(outputs):
-            is_large = isinstance(step, _Share | _Piece) and step.source.nbytes > INLINE_NBYTES
-            ahead.append((step, self._readers.submit(self._read, step.source) if is_large else None))
+        ahead: list[tuple[Step, Future[memoryview] | None]] = []
+        for step in schedule(outputs, self._order, self._reader):
+            future = None
+            if isinstance(step, Share | Carried) and step.source.nbytes > INLINE_NBYTES:
+                future = self._readers.submit(self._read, step.source)
+            ahead.append((step, future))
             if len(ahead) > self._n_ahead:
                 self._write_step(*ahead.pop(0), partly_read)
         for step, future in ahead:
             self._write_step(step, future, partly_read)
 
-    def _steps(self, outputs: Sequence[_Output]) -> Iterator[Any]:
-        """Yield what is to be done, in order: what stands before a tensor, its bands, what follows.
-
-        Files that come to the same tensor together share its bands. The tensor that comes first in the source goes
-        first, so that they do come together where their order is that of the source.
-        """
-        rest = [(output, iter(output.file.parts)) for output in outputs]
-        order = {fqn: index for index, fqn in enumerate(self._source.entries)} if len(rest) > 1 else {}
-        heads: list[_Head] = []
-        while rest or heads:
-            for output, parts in rest:
-                for part in parts:
-                    if isinstance(part, Fill):
-                        heads.append((output, parts, part))
-                        break
-                    yield from self._other_steps(output, part)
-            if not heads:
-                return
-            first = min(heads, key=lambda head: order.get(head[2].fqn, 0))[2]
-            here: list[_Head] = []
-            later: list[_Head] = []
-            for head in heads:
-                is_same = head[2].fqn == first.fqn and head[2].dtype == first.dtype
-                (here if is_same else later).append(head)
-            heads = later
-            reader = TensorReader(self._source, [fill for *_, fill in here], self._index(first.fqn), self._fail)
-            taking = [output for output, *_ in here]
-            yield _Begin(taking)
-            for band in reader.bands():
-                yield _Share(band, taking)
-            yield _End(reader)
-            rest = [(output, parts) for output, parts, _ in here]
-
-    @staticmethod
-    def _other_steps(output: _Output, part: Literal | Verbatim | Closing) -> Iterator[Any]:
-        if not isinstance(part, Verbatim):
-            yield _Bytes(output, part)
-            return
-        check = RecordCheck(part.record)
-        yield _Begin([output])
-        for start in range(0, part.nbytes, BAND_NBYTES):
-            yield _Piece(_Run(part.record, check, start, min(BAND_NBYTES, part.nbytes - start)), output)
-        yield _End(None, check)
-
-    def _write_step(self, step: Any, future: Future[memoryview] | None, partly_read: list[PartlyRead]) -> None:
+    def _write_step(self, step: Step, future: Future[memoryview] | None, partly_read: list[PartlyRead]) -> None:
         if self._stop.is_set():
             raise LayoutError("stopped")
-        if isinstance(step, _Bytes):
+        if isinstance(step, Bytes):
             output, part = step
             output.write(part.data if isinstance(part, Literal) else part.make(output.crcs))
-        elif isinstance(step, _Begin):
+        elif isinstance(step, Begin):
             for output in step.outputs:
                 output.crcs.append(0)
-        elif isinstance(step, _Share | _Piece):
+        elif isinstance(step, Share | Carried):
             data = future.result() if future else self._read(step.source)
             for output, share in step.shares(data):
                 output.crcs[-1] = crc32(share, output.crcs[-1])
@@ -279,6 +235,9 @@ class _Engine:
             self._give_back(data)
         else:
             self._finish_checks(step, partly_read)
+
+    def _reader(self, fills: Sequence[Fill]) -> TensorReader:
+        return TensorReader(self._source, fills, self._index(fills[0].fqn), self._fail)
 
     def _index(self, fqn: str) -> ChunkIndex:
         """Return the chunks of a tensor in order; the last few are kept, for all its boxes come together."""
@@ -290,7 +249,7 @@ class _Engine:
                 found = self._indexes[fqn] = ChunkIndex(self._source.entries[fqn])
         return found
 
-    def _read(self, step: Band | _Run) -> memoryview:
+    def _read(self, step: Band | Run) -> memoryview:
         buffer = self._take()
         out = buffer[: step.nbytes]
         try:
@@ -304,7 +263,7 @@ class _Engine:
             out[:] = bytes(len(out))
         return out
 
-    def _finish_checks(self, end: _End, partly_read: list[PartlyRead]) -> None:
+    def _finish_checks(self, end: End, partly_read: list[PartlyRead]) -> None:
         if end.check:
             message = end.check.problem()
             if message:
@@ -337,91 +296,3 @@ class _Engine:
         whole = data.obj
         if isinstance(whole, bytearray):
             self._buffers.put(memoryview(whole))
-
-
-class _Output:
-    """A file that is being written, and the CRC32 of each Fill and Verbatim of it so far."""
-
-    def __init__(self, file: OutputFile, sink: Sink) -> None:
-        self.file, self.sink = file, sink
-        self.crcs: list[int] = []
-        self.written = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        self.sink.write(data)
-        self.written += len(data)
-
-    def require_complete(self) -> None:
-        if self.written != self.file.nbytes:
-            raise LayoutError(f"{self.file.name} has {self.written:,} bytes, planned were {self.file.nbytes:,}")
-
-
-_Head = tuple[_Output, Iterator[Part], Fill]
-"""A file, its further parts, and the tensor it has come to."""
-
-
-class _Run(NamedTuple):
-    """Bytes of a record that is carried as it is."""
-
-    record: Record
-    check: RecordCheck
-    start: int
-    nbytes: int
-
-    @property
-    def where(self) -> Where:
-        return "", None, self.record
-
-
-class _Bytes(NamedTuple):
-    output: _Output
-    part: Literal | Closing
-
-
-class _Begin(NamedTuple):
-    outputs: Sequence[_Output]
-
-
-class _Piece(NamedTuple):
-    source: _Run
-    output: _Output
-
-    def shares(self, data: memoryview) -> Iterator[tuple[_Output, memoryview]]:
-        yield self.output, data
-
-
-class _Share(NamedTuple):
-    """A band, and the files its reader's parts are of."""
-
-    source: Band
-    outputs: Sequence[_Output]
-
-    def shares(self, data: memoryview) -> Iterator[tuple[_Output, memoryview]]:
-        """Yield what each file takes of the band's bytes."""
-        box, takers = self.source.box, self.source.takers
-        if len(takers) == 1:
-            yield self.outputs[takers[0][0]], data
-            return
-        array = _elements(data, self.source)
-        for index, common in takers:
-            yield self.outputs[index], _bytes_of(array[inside(box, common)])
-
-
-class _End(NamedTuple):
-    reader: TensorReader | None
-    check: RecordCheck | None = None
-
-
-def _elements(data: memoryview, band: Band) -> np.ndarray[Any, Any]:
-    """Return a band's bytes as an array of elements of their size, whatever they mean."""
-    import numpy as np
-
-    itemsize = dtypes.lookup(band.reader.parts[0].dtype).itemsize
-    plain = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(itemsize, f"V{itemsize}")
-    return np.frombuffer(data, np.dtype(plain)).reshape(band.box[1])
-
-
-def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
-    import numpy as np
-
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

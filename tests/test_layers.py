@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 ORDER = (
     "errors dtypes model regions findings storage.base storage.local storage.remote storage.union storage "
     "storage.window publishing pickles.standins pickles.opcodes pickles.machine pickles.inert pickles.emit "
-    "pickles.tensors pickles.plain fill chunks cover checkpoint selection reading copying formats.torch_zip "
+    "pickles.tensors pickles.plain fill chunks cover checkpoint selection reading schedule copying formats.torch_zip "
     "formats.torch_items formats.safetensors_header formats.dcp.tokens formats.dcp.tensor_runs formats.dcp.bulk "
     "formats.dcp.metadata formats.dcp.build formats.dcp.items formats.dcp.reader formats.torch_save "
     "formats.safetensors steps formats.detect marker formats.torch_graphs formats.torch_zip_write "
