@@ -108,6 +108,7 @@ class Checkpoint(Mapping[str, Entry]):
         problems: what is wrong with the metadata itself; the rest of it is usable. Missing files show in `summarize`.
         extra: what the format's records hold beyond dcptool's model, by attribute name.
         save_id: the writer's identifier of the save, None where there is none.
+        requires_grad: fqns of tensors that were saved as trained parameters, where the format tells.
     """
 
     root: str
@@ -123,6 +124,7 @@ class Checkpoint(Mapping[str, Entry]):
     problems: tuple[Finding, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
     save_id: str | None = None
+    requires_grad: frozenset[str] = frozenset()
 
     @property
     def path(self) -> str:

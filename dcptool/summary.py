@@ -184,14 +184,18 @@ def world_size(checkpoint: Checkpoint) -> int | None:
     return max(ranks) + 1 if ranks else None
 
 
+def is_stacked(checkpoint: Checkpoint, fqn: str) -> bool:
+    """Tell whether dimension 0 of a tensor may count layers, as Megatron-core stores them."""
+    return checkpoint.flavour.startswith("Megatron") and _LAYERS.search(fqn) is not None
+
+
 def layouts_of(checkpoint: Checkpoint, n_ranks: int | None) -> dict[str, str]:
     """Return fqn → layout of all tensors; those that are cut alike, as the layers of a model, are looked at once."""
     rank_of = [*map(data_file_rank, checkpoint.table.files), None]  # the last for chunks without a place, index -1
-    megatron = checkpoint.flavour.startswith("Megatron")
     layouts = {}
     alike: dict[tuple[Any, ...], str] = {}
     for fqn, entry in checkpoint.tensors.items():
-        stacked = megatron and _LAYERS.search(fqn) is not None
+        stacked = is_stacked(checkpoint, fqn)
         key = (entry.shape, stacked, *entry.chunks.key()) if len(entry.chunks) <= MAX_ALIKE else (fqn,)
         if key not in alike:
             known = 1 < len(entry.chunks) <= MAX_RANKED

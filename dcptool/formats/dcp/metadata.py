@@ -47,6 +47,7 @@ class Records:
         tensors: fqn → (torch's dtype name, shape, boxes of the chunks in stored order), in stored order.
         objects: fqns that are no tensors. Both appear in `order`, as stored.
         items: fqn → places of its chunks, or of the object.
+        requires_grad: fqns of tensors that were saved as trained parameters.
         paths: fqn → nested position; None where the saver did not flatten.
         extra: further attributes, as stand-ins.
         save_id: torch's identifier of the save; None before torch 2.3, which has none.
@@ -59,6 +60,7 @@ class Records:
         self.objects: set[str] = set()
         self.order: list[str] = []
         self.items: dict[str, list[ItemRow]] = defaultdict(list)
+        self.requires_grad: set[str] = set()
         self.paths: dict[str, tuple[str | int, ...]] | None = None
         self.extra: dict[str, Any] = {}
         self.save_id: str | None = None
@@ -167,6 +169,8 @@ def _add_entry(records: Records, fqn: Any, record: Any) -> None:
         return
     if isinstance(record, TensorRow):
         _keep_tensor(records, fqn, _dtype_name(record.dtype), record.shape, record.boxes)
+        if record.requires_grad:
+            records.requires_grad.add(fqn)
         return
     fields = _fields(record, "TensorStorageMetadata")
     if "size" in fields and "chunks" in fields:
@@ -253,6 +257,8 @@ def _dtype(records: Records, fqn: str, properties: Any) -> str | None:
     if isinstance(state, tuple) and len(state) == 5:
         value, layout, requires_grad, memory_format, pin_memory = state
         sound = is_dense(layout, memory_format) and isinstance(requires_grad, bool) and isinstance(pin_memory, bool)
+        if requires_grad is True:
+            records.requires_grad.add(fqn)
         if not sound:
             records.problem(
                 "bad-properties", f"layout or memory format of tensor {fqn!r} is not what torch writes", fqn

@@ -83,6 +83,7 @@ def open_dcp(storage: Storage, files: Mapping[str, int]) -> Checkpoint:
         tuple(problems),
         extra,
         next(iter(parts.values())).save_id,
+        frozenset().union(*(records.requires_grad for records in parts.values())),
     )
 
 

@@ -23,7 +23,7 @@ from dcptool.regions import Box
 
 _HEAD = (  # properties, their class, dtype, layout, memory format; size, and torch.Size; chunks
     NEW
-    + rb"(%(G)s)(%(G)s)\)\x81\x94\((%(G)s)(%(G)s)[\x88\x89](%(G)s)[\x88\x89]t\x94b(%(G)s)(%(G)s)(%(A)s)(%(G)s)\]\x94"
+    + rb"(%(G)s)(%(G)s)\)\x81\x94\((%(G)s)(%(G)s)([\x88\x89])(%(G)s)[\x88\x89]t\x94b(%(G)s)(%(G)s)(%(A)s)(%(G)s)\]\x94"
     % {b"G": GET, b"A": NUMBERS}
 )
 _CHUNK = rb"\(?(%(G)s)%(N)s(%(G)s)(%(G)s)(%(A)s)(%(G)s)(%(G)s)(?:%(A)s)ub" % {
@@ -37,12 +37,12 @@ _MEMORY_FORMATS = range(4)
 
 
 class TensorRow:
-    """One tensor: torch's name of its dtype, its shape and its boxes."""
+    """One tensor: torch's name of its dtype, its shape, its boxes, and whether it is a parameter that is trained."""
 
-    __slots__ = ("boxes", "dtype", "shape")
+    __slots__ = ("boxes", "dtype", "requires_grad", "shape")
 
-    def __init__(self, dtype: Global, shape: Ints, boxes: list[Box]) -> None:
-        self.dtype, self.shape, self.boxes = dtype, shape, boxes
+    def __init__(self, dtype: Global, shape: Ints, boxes: list[Box], requires_grad: bool) -> None:
+        self.dtype, self.shape, self.boxes, self.requires_grad = dtype, shape, boxes, requires_grad
 
 
 class ChunkRun:
@@ -109,7 +109,7 @@ class TensorRuns:
         head = self._head.match(self._data, position)
         if not head:
             return None
-        fixed = head.group(1, 2, 4, 5, 6, 7, 9)
+        fixed = head.group(1, 2, 4, 6, 7, 8, 10)
         if fixed not in self._known and not self._is_sound(fixed, memo):
             return None
         dtype = self._dtypes.get(head[3])
@@ -118,7 +118,7 @@ class TensorRuns:
             if not isinstance(found, Global):
                 return None
             dtype = self._dtypes[head[3]] = found
-        shape = self._sizes[head[8]]
+        shape = self._sizes[head[9]]
         patterns = self._patterns(len(shape), head.end(), memo)
         rest = patterns.rest.match(self._data, head.end()) if patterns else None
         if not patterns or not rest:
@@ -126,7 +126,7 @@ class TensorRuns:
         boxes = self._boxes(patterns, head.end(), rest.end())
         # Made are: the tensor, its fields; its properties, their state; its size; the list; the chunks.
         n_made = 5 + memo_entries(len(shape)) + len(boxes) * _memo_entries_of_chunk(len(shape))
-        return TensorRow(dtype, shape, boxes), rest.end(), n_made
+        return TensorRow(dtype, shape, boxes, head[5] == b"\x88"), rest.end(), n_made
 
     def take_chunks(self, position: int, token: bytes, memo: Callable[[int], Any]) -> Taken | None:
         """Take the chunks from `position` on; arguments as in `take`."""

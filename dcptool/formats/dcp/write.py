@@ -267,8 +267,9 @@ def _metadata(
         if isinstance(item, SelectedObject):
             state[item.name] = new(f"{_RECORDS}.BytesStorageMetadata")
             continue
+        trained = item.entry.fqn in checkpoint.requires_grad
         properties = new(
-            f"{_RECORDS}.TensorProperties", (ref(f"torch.{item.dtype}"), layout, False, memory_format, False)
+            f"{_RECORDS}.TensorProperties", (ref(f"torch.{item.dtype}"), layout, trained, memory_format, False)
         )
         chunks = [
             new(f"{_RECORDS}.ChunkStorageMetadata", {"offsets": _size(offsets), "sizes": _size(sizes)})

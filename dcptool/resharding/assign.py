@@ -1,0 +1,74 @@
+"""Which rank stores what: the assignment torch's planners make when several ranks hold the same.
+
+Every rank proposes what it holds, in the order of its state dict; what several propose goes to the one that has the
+least to write so far. Ties go by the order in which Python iterates a set of rank numbers, as in torch.
+
+Source: torch 2.13, distributed/checkpoint/_dedup_save_plans.py, default_planner.py (`create_default_global_save_plan`)
+and filesystem.py (`_write_files_from_queue`: objects before tensors).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dcptool.formats.dcp.write import Arrangement
+from dcptool.regions import Box
+
+
+class Share(NamedTuple):
+    """A box of a tensor, or an object where it is None, and the ranks that hold it, ascending."""
+
+    box: Box | None
+    ranks: Sequence[int]
+
+
+class Held(NamedTuple):
+    """What all ranks hold of one entry.
+
+    Attributes:
+        name: of the entry.
+        weight: what torch's balancing counts for each share: bytes of the whole tensor, 1 for what has none.
+        shares: one for each offset, since a checkpoint holds one chunk for each.
+    """
+
+    name: str
+    weight: int
+    shares: Sequence[Share]
+
+
+def assign(entries: Sequence[Held], n_ranks: int) -> Arrangement:
+    """Assign every share to one of the ranks that hold it.
+
+    Args:
+        entries: in the order of the state dict.
+        n_ranks: how many ranks there are.
+
+    Returns:
+        One file for each rank, empty where it has nothing to write.
+    """
+    proposed: list[list[tuple[int, int]]] = [[] for _ in range(n_ranks)]
+    for position, entry in enumerate(entries):
+        for index, share in enumerate(entry.shares):
+            proposed[share.ranks[0]].append((position, index))
+    planned = [0] * n_ranks
+    kept: list[list[tuple[int, int]]] = [[] for _ in range(n_ranks)]
+    for proposals in proposed:
+        for position, index in proposals:
+            ranks = entries[position].shares[index].ranks
+            rank = ranks[0] if len(ranks) == 1 else min(_as_torch_iterates(ranks), key=planned.__getitem__)
+            planned[rank] += entries[position].weight or 1
+            kept[rank].append((position, index))
+    files: dict[str, Sequence[tuple[str, Box | None]]] = {}
+    boxes: dict[str, list[Box]] = {}
+    for rank, items in enumerate(kept):
+        found = [(entries[position].name, entries[position].shares[index].box) for position, index in sorted(items)]
+        for name, box in found:
+            boxes.setdefault(name, []).extend([box] if box else ())
+        files[f"__{rank}_0.distcp"] = sorted(found, key=lambda item: item[1] is not None)
+    return Arrangement(files, boxes)
+
+
+def _as_torch_iterates(ranks: Sequence[int]) -> Sequence[int] | set[int]:
+    """Return the ranks in the order of a set of them; a range from 0 comes in its own order."""
+    return ranks if isinstance(ranks, range) and ranks.start == 0 else set(ranks)
