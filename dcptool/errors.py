@@ -2,6 +2,7 @@
 
     DcptoolError
     ├── CheckpointNotFoundError   (FileNotFoundError)     nothing at that path, or no checkpoint in it
+    │   └── SeveralCheckpointsError                       a folder of checkpoints where one is wanted
     ├── MetadataError             (ValueError)            `.metadata` or a header cannot be read
     │   └── UnsafePickleError                             a pickle is built to exhaust or attack its reader
     ├── StorageError              (OSError)               the file system or object store said no
@@ -21,6 +22,14 @@ class DcptoolError(Exception):
 
 class CheckpointNotFoundError(DcptoolError, FileNotFoundError):
     """There is nothing at the path, or what is there holds no checkpoint."""
+
+
+class SeveralCheckpointsError(CheckpointNotFoundError):
+    """A folder holds several checkpoints where one is wanted: `path` is the folder, `parts` are their paths."""
+
+    def __init__(self, message: str, path: str, parts: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.path, self.parts = path, parts
 
 
 class MetadataError(DcptoolError, ValueError):

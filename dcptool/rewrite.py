@@ -10,23 +10,27 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dcptool.checkpoint import Checkpoint
+from dcptool.checkpoint import Checkpoint, TensorEntry
 from dcptool.checks import Level, check
 from dcptool.comparing.bands import Access
 from dcptool.comparing.objects import compare_objects
 from dcptool.comparing.pool import Pool
 from dcptool.comparing.results import DiffOptions
 from dcptool.comparing.values import ValueComparison
-from dcptool.copying import Progress, copy
-from dcptool.errors import ItemError
+from dcptool.copying import Progress, copy, default_threads, memory_nbytes
+from dcptool.errors import ItemError, UnsupportedError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import open_checkpoint
-from dcptool.formats.layouts import Layout, lay_out
-from dcptool.publishing import Target, leftovers, prepare
+from dcptool.formats.layouts import Layout, is_one_file, lay_out
+from dcptool.model import Extent
+from dcptool.publishing import Target, leftovers, prepare, require_place
 from dcptool.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.storage import join
 
 MAX_LISTED = 20
+MAX_STEPS = 2
+LOST = "lost-entry"
+"""Kind of finding: an entry has bytes in a file that is missing or cut short."""
 
 
 class ConvertOptions(NamedTuple):
@@ -73,6 +77,7 @@ class Conversion(NamedTuple):
         skipped: fqns of objects that were left out.
         corrupt: what is damaged and was left out.
         n_cast: tensors whose dtype changed.
+        memory_nbytes: of the buffers it needs at most, besides what opening the source needs.
         notes: worth knowing, one sentence each.
         published: whether it was written.
     """
@@ -87,6 +92,7 @@ class Conversion(NamedTuple):
     skipped: tuple[str, ...]
     corrupt: tuple[Finding, ...]
     n_cast: int
+    memory_nbytes: int
     notes: tuple[str, ...]
     published: bool
 
@@ -108,7 +114,7 @@ def convert(
             for "safetensors"; a folder for "dcp".
         to: "safetensors", "torch" or "dcp".
         options: see `ConvertOptions`.
-        dry_run: plan only, write nothing.
+        dry_run: plan only, write nothing; refuses what the conversion itself would refuse without reading tensors.
         progress: told the bytes as they are written.
 
     Returns:
@@ -125,21 +131,29 @@ def convert(
         >>> dcptool.convert("ckpt/step_500", "model.safetensors", "safetensors", ConvertOptions(keys=("model.*",)))
     """
     began = time.perf_counter()
+    path = os.fspath(target)
     checkpoint = open_checkpoint(source, options.also)
+    sources = (checkpoint.path, *options.also)
+    require_place(path, is_one_file(to, path), 0, options.overwrite, sources)  # before all is checked, which takes time
+    _require_no_part(path, checkpoint)
     corrupt = _corrupt(checkpoint, options)
     exclude = (*options.exclude, *{glob.escape(finding.fqn) for finding in corrupt if finding.fqn})
+    if corrupt and not any(selects(fqn, options.keys, exclude) for fqn in checkpoint):
+        causes = [finding for finding in corrupt if finding.kind != LOST] or corrupt
+        raise ItemError(_damaged(checkpoint, causes, "Nothing undamaged is left to convert."))
     selection = select(checkpoint, options.keys, exclude, options.renaming)
     _require_sound(checkpoint, selection, options)
-    path = os.fspath(target)
     layout = lay_out(checkpoint, selection, to, path, options.objects, options.nesting, options.max_shard_nbytes)
     every = (*layout.files, *layout.last)
     nbytes = sum(file.nbytes for file in every)
-    if not dry_run:
+    threads = options.threads or default_threads()
+    if dry_run:
+        require_place(path, layout.is_file, nbytes, options.overwrite, sources)
+    else:
         with prepare(path, layout.is_file, nbytes, options.overwrite, checkpoint.path) as place:
-            threads = options.threads or os.cpu_count() or 1
             report = copy(checkpoint, place.named(layout.files), place.storage, threads, progress)
             if report.failures:
-                raise ItemError(_damaged(report.failures))
+                raise ItemError(_damaged(checkpoint, report.failures, _LEAVES_OUT))
             for file in layout.last:
                 copy(checkpoint, place.named([file]), place.storage, 1, progress)
             layout.validate(place.written)
@@ -158,23 +172,48 @@ def convert(
         layout.skipped,
         tuple(corrupt),
         selection.n_cast,
-        (*layout.notes, *_leftover_notes(path)),
+        memory_nbytes(len(layout.files), threads),
+        (*selection.notes, *layout.notes, *_leftover_notes(path)),
         not dry_run,
     )
 
 
+_LEAVES_OUT = "--skip-corrupt leaves such entries out."
+
+
+def _require_no_part(path: str, checkpoint: Checkpoint) -> None:
+    """Refuse to replace one file of the source, such as a shard beside the index that was opened."""
+    if not os.path.lexists(path):
+        return
+    ours = os.path.realpath(path)
+    if any(os.path.realpath(join(checkpoint.root, name)) == ours for name in (*checkpoint.usage, *checkpoint.files)):
+        raise UnsupportedError(f"{path} belongs to the source {checkpoint.path}; choose another place")
+
+
 def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
-    """Return what is damaged, if it is to be left out."""
+    """Return what is damaged, if it is to be left out; of files that are missing or cut short, what they held."""
     if not options.skip_corrupt:
         return []
     report = check(checkpoint, Level.DEEP, threads=options.threads)
     damaged = [finding for finding in report.findings if finding.severity is Severity.ERROR]
-    lost = {finding.file for finding in damaged if finding.kind in ("missing-file", "short-file", "lfs-pointer")}
-    for fqn, entry in checkpoint.tensors.items():
-        files = lost.intersection(entry.chunks.files())
-        if files:
-            message = f"{fqn!r} has chunks in {', '.join(sorted(filter(None, files)))}"
-            damaged.append(Finding("lost-tensor", Severity.ERROR, message, fqn=fqn))
+    named = {finding.fqn for finding in damaged}
+    there = {name: checkpoint.storage.size(name) or 0 for name in checkpoint.usage}
+    short = {name for name, use in checkpoint.usage.items() if there[name] < use.end}
+
+    def is_lost(item: Extent | None) -> bool:
+        return item is not None and item.file in short and item.byte_offset + item.nbytes > there[item.file]
+
+    for fqn, entry in checkpoint.items() if short else ():
+        if fqn in named:
+            continue
+        if isinstance(entry, TensorEntry):
+            touched = not short.isdisjoint(filter(None, entry.chunks.files()))
+            lost = next((chunk.item for chunk in entry.chunks if is_lost(chunk.item)), None) if touched else None
+        else:
+            lost = entry.item if is_lost(entry.item) else None
+        if lost:
+            message = f"{fqn!r} is stored in {lost.file}, bytes {lost.byte_offset:,}–{lost.byte_offset + lost.nbytes:,}"
+            damaged.append(Finding(LOST, Severity.ERROR, message, lost.file, fqn))
     return damaged
 
 
@@ -187,6 +226,8 @@ def _require_sound(checkpoint: Checkpoint, selection: Selection, options: Conver
     def matters(finding: Finding) -> bool:
         if finding.fqn in checkpoint:
             return finding.fqn in names
+        if options.skip_corrupt and finding.kind in _ABOUT_WHOLE_FILES:  # what they held is left out
+            return False
         if finding.fqn:  # a tensor that should be there
             return not options.skip_corrupt and selects(finding.fqn, options.keys, options.exclude)
         return finding.file not in checkpoint.usage or finding.file in files
@@ -194,13 +235,21 @@ def _require_sound(checkpoint: Checkpoint, selection: Selection, options: Conver
     errors = [finding for finding in check(checkpoint).findings if finding.severity is Severity.ERROR]
     found = [finding for finding in errors if matters(finding)]
     if found:
-        raise ItemError(_damaged(found))
+        raise ItemError(_damaged(checkpoint, found, "" if options.skip_corrupt else _LEAVES_OUT))
 
 
-def _damaged(found: Sequence[Finding]) -> str:
-    listed = "\n".join(finding.message for finding in found[:MAX_LISTED])
-    more = f"\n… and {len(found) - MAX_LISTED:,} more" if len(found) > MAX_LISTED else ""
-    return f"the source is damaged, nothing was written:\n{listed}{more}\n--skip-corrupt leaves such tensors out."
+_ABOUT_WHOLE_FILES = ("missing-file", "short-file", "lfs-pointer")
+
+
+def _damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
+    steps = dict.fromkeys(finding.next_step for finding in found if finding.next_step)
+    lines = [
+        f"{checkpoint.path} is damaged, nothing was written:",
+        *(finding.message for finding in found[:MAX_LISTED]),
+    ]
+    if len(found) > MAX_LISTED:
+        lines.append(f"… and {len(found) - MAX_LISTED:,} more")
+    return "\n".join(filter(None, [*lines, *list(steps)[:MAX_STEPS], hint]))
 
 
 def _require_same(place: Target, layout: Layout, selection: Selection) -> None:
