@@ -24,7 +24,7 @@ ORDER = (
     "comparing.results comparing.arithmetic comparing.bands comparing.pool comparing.values comparing.graphs "
     "comparing.objects comparing.pairing comparing.outline comparing.live comparing activity verdict torch_load "
     "verification pointers newest marking retention rewrite torch_engine overview "
-    "training.reader training "
+    "training.reader training.rng training.optimizers training.state training "
     "render.text render.folding "
     "render.inspect render.verify render.convert render.diff cli.options cli.progress cli.inspect cli.verify "
     "cli.latest cli.mark cli.prune cli.convert cli.diff cli __main__ "

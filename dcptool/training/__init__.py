@@ -13,5 +13,7 @@ except ImportError as error:
     raise UnsupportedError(f"dcptool.training needs torch ({error}): pip install 'dcptool[torch]'") from error
 
 from dcptool.training.reader import Reader
+from dcptool.training.rng import RandomState
+from dcptool.training.state import TrainState
 
-__all__ = ["Reader"]
+__all__ = ["RandomState", "Reader", "TrainState"]
