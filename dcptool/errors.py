@@ -9,7 +9,8 @@
     ├── ItemError                 (ValueError)            a stored chunk or object is not what the metadata says
     ├── LayoutError               (ValueError)            the boxes of a tensor do not give what was asked for
     ├── UnsupportedError          (NotImplementedError)   understood, but not something dcptool reads
-    └── OutputExistsError         (FileExistsError)       output would replace something
+    ├── OutputExistsError         (FileExistsError)       output would replace something
+    └── TrainingError             (RuntimeError)          a training job could not save or restore, on some rank
 
 Every message is one or two lines: what is wrong, where (path, fqn, byte range), what to do next.
 What is *found* in a checkpoint is not raised: see `findings`.
@@ -58,3 +59,7 @@ class UnsupportedError(DcptoolError, NotImplementedError):
 
 class OutputExistsError(DcptoolError, FileExistsError):
     """There is something where output should go; nothing was changed."""
+
+
+class TrainingError(DcptoolError, RuntimeError):
+    """A training job could not save or restore; every rank raises it, with what went wrong on which."""
