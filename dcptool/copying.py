@@ -8,6 +8,7 @@ read has its CRC32 checked; what does not check is collected, not raised, so tha
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -23,12 +24,30 @@ from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, Piece, RecordCheck, T
 from dcptool.schedule import Begin, Bytes, Carried, End, Output, Run, Share, Step, schedule
 from dcptool.storage import Storage
 
+MAX_THREADS = 8
+"""By itself: more do not make a disk faster, and each holds bands in memory."""
 BANDS_PER_THREAD = 2
 INLINE_NBYTES = 128 << 10
 """A smaller band is read by the thread that writes it: handing it over costs more than reading it."""
 MAX_INDEXES = 64
 
 Progress = Callable[[int], None]
+
+
+def default_threads() -> int:
+    """Return how many bands are read at the same time if nobody says."""
+    return min(os.cpu_count() or 1, MAX_THREADS)
+
+
+def memory_nbytes(n_groups: int, threads: int) -> int:
+    """Return the bytes of all bands that are held at the same time when so many groups of files are written."""
+    n_writers = min(threads, max(n_groups, 1))
+    return (n_writers * (_n_ahead(n_writers, threads) + 1) + threads) * BAND_NBYTES
+
+
+def _n_ahead(n_writers: int, threads: int) -> int:
+    """Return how many steps each writer is read ahead for: all writers share BANDS_PER_THREAD bands per thread."""
+    return max(1, threads * BANDS_PER_THREAD // n_writers - 1)
 
 
 class PartlyRead(NamedTuple):
@@ -150,8 +169,7 @@ class _Engine:
         self._source, self._target, self._shared = source, target, shared
         self._progress = progress or (lambda nbytes: None)
         self._readers = ThreadPoolExecutor(threads, "read")
-        self._n_ahead = threads * BANDS_PER_THREAD
-        self._n_writers = threads
+        self._threads = self._n_ahead = threads
         self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._indexes: dict[str, ChunkIndex] = {}
@@ -168,7 +186,9 @@ class _Engine:
         self._readers.shutdown(cancel_futures=True)
 
     def run(self, groups: Sequence[Sequence[OutputFile]]) -> CopyReport:
-        with ThreadPoolExecutor(min(self._n_writers, max(len(groups), 1)), "write") as writers:
+        n_writers = min(self._threads, max(len(groups), 1))
+        self._n_ahead = _n_ahead(n_writers, self._threads)
+        with ThreadPoolExecutor(n_writers, "write") as writers:
             done = [writers.submit(self._write_group, group) for group in groups]
             try:
                 for future in wait(done, return_when=FIRST_EXCEPTION).done:

@@ -2,13 +2,15 @@
 
     DcptoolError
     ├── CheckpointNotFoundError   (FileNotFoundError)     nothing at that path, or no checkpoint in it
+    │   └── SeveralCheckpointsError                       a folder of checkpoints where one is wanted
     ├── MetadataError             (ValueError)            `.metadata` or a header cannot be read
     │   └── UnsafePickleError                             a pickle is built to exhaust or attack its reader
     ├── StorageError              (OSError)               the file system or object store said no
     ├── ItemError                 (ValueError)            a stored chunk or object is not what the metadata says
     ├── LayoutError               (ValueError)            the boxes of a tensor do not give what was asked for
     ├── UnsupportedError          (NotImplementedError)   understood, but not something dcptool reads
-    └── OutputExistsError         (FileExistsError)       output would replace something
+    ├── OutputExistsError         (FileExistsError)       output would replace something
+    └── TrainingError             (RuntimeError)          a training job could not save or restore, on some rank
 
 Every message is one or two lines: what is wrong, where (path, fqn, byte range), what to do next.
 What is *found* in a checkpoint is not raised: see `findings`.
@@ -21,6 +23,14 @@ class DcptoolError(Exception):
 
 class CheckpointNotFoundError(DcptoolError, FileNotFoundError):
     """There is nothing at the path, or what is there holds no checkpoint."""
+
+
+class SeveralCheckpointsError(CheckpointNotFoundError):
+    """A folder holds several checkpoints where one is wanted: `path` is the folder, `parts` are their paths."""
+
+    def __init__(self, message: str, path: str, parts: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.path, self.parts = path, parts
 
 
 class MetadataError(DcptoolError, ValueError):
@@ -49,3 +59,7 @@ class UnsupportedError(DcptoolError, NotImplementedError):
 
 class OutputExistsError(DcptoolError, FileExistsError):
     """There is something where output should go; nothing was changed."""
+
+
+class TrainingError(DcptoolError, RuntimeError):
+    """A training job could not save or restore; every rank raises it, with what went wrong on which."""

@@ -63,7 +63,8 @@ class Target:
 
     def _swap(self, overwrite: bool) -> None:
         _sync(self._temporary)
-        if not os.path.lexists(self.path) or not os.listdir(self.path):
+        is_link = os.path.islink(self.path)
+        if not os.path.lexists(self.path) or not (is_link or os.listdir(self.path)):
             os.rename(self._temporary, self.path)
             return
         if not overwrite:
@@ -75,7 +76,10 @@ class Target:
         except OSError:
             os.rename(old, self.path)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        if is_link:
+            os.unlink(old)  # the link is what is replaced, never what it leads to
+        else:
+            shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove what has been written. Never raises."""
@@ -102,10 +106,11 @@ def prepare(path: str, is_file: bool, nbytes: int, overwrite: bool, source: str)
 
     Raises:
         OutputExistsError: there is something already.
-        StorageError: there is not enough space, or the target is the source, in it, or around it.
+        StorageError: there is not enough space, or no such place.
+        UnsupportedError: the target is the source, in it, or around it.
     """
-    _require_apart(path, source)
-    target = _remote(path, is_file) if is_url(path) else _local(path, is_file, nbytes, overwrite)
+    path = require_place(path, is_file, nbytes, overwrite, (source,))
+    target = _remote(path, is_file) if is_url(path) else _local(path, is_file)
     try:
         yield target
     except BaseException:
@@ -113,44 +118,89 @@ def prepare(path: str, is_file: bool, nbytes: int, overwrite: bool, source: str)
         raise
 
 
-def _local(path: str, is_file: bool, nbytes: int, overwrite: bool) -> Target:
-    path = path.rstrip("/") or path
-    there = os.path.lexists(path)
-    if there and is_file and os.path.isdir(path):
+def require_place(path: str, is_file: bool, nbytes: int, overwrite: bool, sources: Sequence[str]) -> str:
+    """Refuse a place where output cannot go, before anything is read for it; nothing is changed.
+
+    Args:
+        path, is_file, nbytes, overwrite: as in `prepare`.
+        sources: paths of what is read, which the output must not touch.
+
+    Returns:
+        The path, without what only means that it is local.
+
+    Raises:
+        As `prepare` does.
+    """
+    path = path if is_url(path) else path.removeprefix("file://")
+    if not path:
+        raise StorageError("the path of the output is empty")
+    for source in sources:
+        _require_apart(path, source)
+    if is_url(path):
+        _require_nothing_there(path.rstrip("/"))
+    else:
+        _require_replaceable(path, is_file, overwrite)
+        _require_space(os.path.dirname(path.rstrip("/")) or ".", nbytes)
+    return path
+
+
+def _require_replaceable(path: str, is_file: bool, overwrite: bool) -> None:
+    bare = path.rstrip("/") or path
+    there = os.path.lexists(bare)
+    if is_file and (os.path.isdir(bare) or path.endswith("/")):
         raise OutputExistsError(
-            f"{path} is a folder; the output is one file: name it, such as {join(path, 'model.pt')}"
+            f"{path} is a folder; the output is one file: name it, such as {join(bare, 'model.pt')}"
         )
-    if there and not is_file and not os.path.isdir(path):
-        raise OutputExistsError(f"{path} is a file; the output is a folder")
-    if there and not overwrite and (is_file or os.listdir(path)):
-        raise OutputExistsError(f"{path} is there already; --overwrite replaces it once the new one is complete")
+    if os.path.exists(bare) and not (os.path.isfile(bare) or os.path.isdir(bare)):
+        raise OutputExistsError(f"{bare} is a device or a pipe, which nothing may replace; choose another place")
+    if there and not is_file and not os.path.isdir(bare):
+        raise OutputExistsError(f"{bare} is a file; the output is a folder: choose another name")
+    if there and not overwrite and (is_file or os.path.islink(bare) or os.listdir(bare)):
+        raise OutputExistsError(f"{bare} is there already; --overwrite replaces it once the new one is complete")
+
+
+def _require_space(folder: str, nbytes: int) -> None:
+    """Refuse a folder whose file system has less free than is needed; the folder itself may not be there yet."""
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder) or "."
+    if not os.path.isdir(folder):
+        raise StorageError(f"{folder} is no folder: nothing can be written below it")
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise StorageError(f"{folder}: {error.strerror or error}") from error
+    if nbytes > free:
+        raise StorageError(
+            f"not enough space: {folder} has {free:,} bytes free, {nbytes:,} are needed\n"
+            "Free some, or choose a place on another disk."
+        )
+
+
+def _local(path: str, is_file: bool) -> Target:
+    path = path.rstrip("/") or path
     parent = os.path.dirname(path) or "."
     try:
         os.makedirs(parent, exist_ok=True)
-        free = shutil.disk_usage(parent).free
     except OSError as error:
         raise StorageError(f"{parent}: {error.strerror or error}") from error
-    if nbytes > free:
-        raise StorageError(f"{parent} has {free:,} bytes free, {nbytes:,} are needed")
     temporary = temporary_beside(path)
     storage = LocalStorage(parent) if is_file else LocalStorage(temporary)
     return Target(storage, path, is_file, temporary)
 
 
 def _remote(path: str, is_file: bool) -> Target:
-    """Take a place in an object store; what is there cannot be kept until the new is complete, so nothing may be."""
     path = path.rstrip("/")
-    if _is_there(path):
-        raise OutputExistsError(f"{path} is there already; an object store has no rename, so name another place")
     return Target(storage_at(path.rpartition("/")[0] if is_file else path), path, is_file, "")
 
 
-def _is_there(path: str) -> bool:
+def _require_nothing_there(path: str) -> None:
+    """Refuse a place in an object store that is taken: what is there cannot be kept until the new is complete."""
     try:
         location = locate(path)
     except CheckpointNotFoundError:
-        return False
-    return location.file is not None or bool(location.storage.entries())
+        return
+    if location.file is not None or location.storage.entries():
+        raise OutputExistsError(f"{path} is there already; an object store has no rename, so name another place")
 
 
 def _require_apart(path: str, source: str) -> None:
@@ -158,8 +208,15 @@ def _require_apart(path: str, source: str) -> None:
     if is_url(path) != is_url(source):
         return
     ours, theirs = (text.rstrip("/") if is_url(text) else os.path.realpath(text) for text in (path, source))
-    if ours == theirs or theirs.startswith(f"{ours}/") or (ours.startswith(f"{theirs}/") and not _is_file(source)):
-        raise UnsupportedError(f"{path} is the source {source}, lies in it, or holds it; choose another place")
+    how = ""
+    if ours == theirs:
+        how = "is the source itself"
+    elif theirs.startswith(f"{ours.rstrip('/')}/"):
+        how = f"holds the source {source}"
+    elif ours.startswith(f"{theirs.rstrip('/')}/") and not _is_file(source):
+        how = f"lies in the source {source}"
+    if how:
+        raise UnsupportedError(f"{path} {how}, which is never written to; choose another place")
 
 
 def _is_file(source: str) -> bool:

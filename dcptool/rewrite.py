@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import glob
 import os
-import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from dcptool.checkpoint import Checkpoint
+from dcptool.checkpoint import Checkpoint, TensorEntry
 from dcptool.checks import Level, check
-from dcptool.comparing.bands import Access
-from dcptool.comparing.objects import compare_objects
-from dcptool.comparing.pool import Pool
-from dcptool.comparing.results import DiffOptions
-from dcptool.comparing.values import ValueComparison
-from dcptool.copying import Progress, copy
-from dcptool.errors import ItemError
+from dcptool.copying import Progress, copy, default_threads, memory_nbytes
+from dcptool.errors import ItemError, UnsupportedError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import open_checkpoint
-from dcptool.formats.layouts import Layout, lay_out
-from dcptool.publishing import Target, leftovers, prepare
-from dcptool.selection import AS_IS, Renaming, Selection, select, selects
+from dcptool.formats.layouts import is_one_file, lay_out
+from dcptool.guards import damaged, leftover_notes, require_equal, require_same, require_sound
+from dcptool.model import Extent
+from dcptool.publishing import prepare, require_place
+from dcptool.selection import AS_IS, Renaming, select, selects
 from dcptool.storage import join
 
-MAX_LISTED = 20
+LEAVES_OUT = "--skip-corrupt leaves such entries out."
+LOST = "lost-entry"
+"""Kind of finding: an entry has bytes in a file that is missing or cut short."""
 
 
 class ConvertOptions(NamedTuple):
@@ -73,6 +69,7 @@ class Conversion(NamedTuple):
         skipped: fqns of objects that were left out.
         corrupt: what is damaged and was left out.
         n_cast: tensors whose dtype changed.
+        memory_nbytes: of the buffers it needs at most, besides what opening the source needs.
         notes: worth knowing, one sentence each.
         published: whether it was written.
     """
@@ -87,6 +84,7 @@ class Conversion(NamedTuple):
     skipped: tuple[str, ...]
     corrupt: tuple[Finding, ...]
     n_cast: int
+    memory_nbytes: int
     notes: tuple[str, ...]
     published: bool
 
@@ -108,7 +106,7 @@ def convert(
             for "safetensors"; a folder for "dcp".
         to: "safetensors", "torch" or "dcp".
         options: see `ConvertOptions`.
-        dry_run: plan only, write nothing.
+        dry_run: plan only, write nothing; refuses what the conversion itself would refuse without reading tensors.
         progress: told the bytes as they are written.
 
     Returns:
@@ -125,28 +123,43 @@ def convert(
         >>> dcptool.convert("ckpt/step_500", "model.safetensors", "safetensors", ConvertOptions(keys=("model.*",)))
     """
     began = time.perf_counter()
+    path = os.fspath(target)
     checkpoint = open_checkpoint(source, options.also)
+    sources = (checkpoint.path, *options.also)
+    require_place(path, is_one_file(to, path), 0, options.overwrite, sources)  # before all is checked, which takes time
+    _require_no_part(path, checkpoint)
     corrupt = _corrupt(checkpoint, options)
     exclude = (*options.exclude, *{glob.escape(finding.fqn) for finding in corrupt if finding.fqn})
+    if corrupt and not any(selects(fqn, options.keys, exclude) for fqn in checkpoint):
+        causes = [finding for finding in corrupt if finding.kind != LOST] or corrupt
+        raise ItemError(damaged(checkpoint, causes, "Nothing undamaged is left to convert."))
     selection = select(checkpoint, options.keys, exclude, options.renaming)
-    _require_sound(checkpoint, selection, options)
-    path = os.fspath(target)
+    require_sound(
+        checkpoint,
+        selection,
+        options.keys,
+        options.exclude,
+        skip_corrupt=options.skip_corrupt,
+        hint="" if options.skip_corrupt else LEAVES_OUT,
+    )
     layout = lay_out(checkpoint, selection, to, path, options.objects, options.nesting, options.max_shard_nbytes)
     every = (*layout.files, *layout.last)
     nbytes = sum(file.nbytes for file in every)
-    if not dry_run:
+    threads = options.threads or default_threads()
+    if dry_run:
+        require_place(path, layout.is_file, nbytes, options.overwrite, sources)
+    else:
         with prepare(path, layout.is_file, nbytes, options.overwrite, checkpoint.path) as place:
-            threads = options.threads or os.cpu_count() or 1
             groups = [[file] for file in place.named(layout.files)]
             report = copy(checkpoint, groups, place.storage, threads, progress)
             if report.failures:
-                raise ItemError(_damaged(report.failures))
+                raise ItemError(damaged(checkpoint, report.failures, LEAVES_OUT))
             for file in layout.last:
                 copy(checkpoint, [place.named([file])], place.storage, 1, progress)
             layout.validate(place.written)
-            _require_same(place, layout, selection)
+            require_same(place, layout.files, selection)
             if options.check:
-                _require_equal(checkpoint, open_checkpoint(place.written), selection, threads)
+                require_equal(checkpoint, open_checkpoint(place.written), selection, threads)
             place.publish(options.overwrite)
     return Conversion(
         path,
@@ -159,90 +172,46 @@ def convert(
         layout.skipped,
         tuple(corrupt),
         selection.n_cast,
-        (*layout.notes, *_leftover_notes(path)),
+        memory_nbytes(len(layout.files), threads),
+        (*selection.notes, *layout.notes, *leftover_notes(path)),
         not dry_run,
     )
 
 
+def _require_no_part(path: str, checkpoint: Checkpoint) -> None:
+    """Refuse to replace one file of the source, such as a shard beside the index that was opened."""
+    if not os.path.lexists(path):
+        return
+    ours = os.path.realpath(path)
+    if any(os.path.realpath(join(checkpoint.root, name)) == ours for name in (*checkpoint.usage, *checkpoint.files)):
+        raise UnsupportedError(f"{path} belongs to the source {checkpoint.path}; choose another place")
+
+
 def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
-    """Return what is damaged, if it is to be left out."""
+    """Return what is damaged, if it is to be left out; of files that are missing or cut short, what they held."""
     if not options.skip_corrupt:
         return []
     report = check(checkpoint, Level.DEEP, threads=options.threads)
     damaged = [finding for finding in report.findings if finding.severity is Severity.ERROR]
-    lost = {finding.file for finding in damaged if finding.kind in ("missing-file", "short-file", "lfs-pointer")}
-    for fqn, entry in checkpoint.tensors.items():
-        files = lost.intersection(entry.chunks.files())
-        if files:
-            message = f"{fqn!r} has chunks in {', '.join(sorted(filter(None, files)))}"
-            damaged.append(Finding("lost-tensor", Severity.ERROR, message, fqn=fqn))
+    named = {finding.fqn for finding in damaged}
+    there = {name: checkpoint.storage.size(name) or 0 for name in checkpoint.usage}
+    short = {name for name, use in checkpoint.usage.items() if there[name] < use.end}
+
+    def is_lost(item: Extent | None) -> bool:
+        return item is not None and item.file in short and item.byte_offset + item.nbytes > there[item.file]
+
+    for fqn, entry in checkpoint.items() if short else ():
+        if fqn in named:
+            continue
+        if isinstance(entry, TensorEntry):
+            touched = not short.isdisjoint(filter(None, entry.chunks.files()))
+            lost = next((chunk.item for chunk in entry.chunks if is_lost(chunk.item)), None) if touched else None
+        else:
+            lost = entry.item if is_lost(entry.item) else None
+        if lost:
+            message = f"{fqn!r} is stored in {lost.file}, bytes {lost.byte_offset:,}–{lost.byte_offset + lost.nbytes:,}"
+            damaged.append(Finding(LOST, Severity.ERROR, message, lost.file, fqn))
     return damaged
-
-
-def _require_sound(checkpoint: Checkpoint, selection: Selection, options: ConvertOptions) -> None:
-    """Refuse a source whose metadata or files show that what is selected is not all there."""
-    names = {tensor.entry.fqn for tensor in selection.tensors} | {item.entry.fqn for item in selection.objects}
-    files = {name for tensor in selection.tensors for name in tensor.entry.chunks.files()}
-    files |= {item.entry.item.file for item in selection.objects if item.entry.item}
-
-    def matters(finding: Finding) -> bool:
-        if finding.fqn in checkpoint:
-            return finding.fqn in names
-        if finding.fqn:  # a tensor that should be there
-            return not options.skip_corrupt and selects(finding.fqn, options.keys, options.exclude)
-        return finding.file not in checkpoint.usage or finding.file in files
-
-    errors = [finding for finding in check(checkpoint).findings if finding.severity is Severity.ERROR]
-    found = [finding for finding in errors if matters(finding)]
-    if found:
-        raise ItemError(_damaged(found))
-
-
-def _damaged(found: Sequence[Finding]) -> str:
-    listed = "\n".join(finding.message for finding in found[:MAX_LISTED])
-    more = f"\n… and {len(found) - MAX_LISTED:,} more" if len(found) > MAX_LISTED else ""
-    return f"the source is damaged, nothing was written:\n{listed}{more}\n--skip-corrupt leaves such tensors out."
-
-
-def _require_same(place: Target, layout: Layout, selection: Selection) -> None:
-    """Open what was written and compare shapes, dtypes and bytes with what was meant."""
-    written = open_checkpoint(place.written)
-    meant = Counter((tensor.dtype, tensor.entry.shape) for tensor in selection.tensors)
-    found = Counter((entry.dtype, entry.shape) for entry in written.tensors.values())
-    different = [file.name for file in place.named(layout.files) if place.storage.size(file.name) != file.nbytes]
-    # Objects of a `.pt` file may hold tensors too.
-    if meant - found or different:
-        what = [*(meant - found), *different][:3]
-        raise ItemError(f"what was written does not open as what was meant: {what}; this is a bug")
-
-
-def _require_equal(source: Checkpoint, written: Checkpoint, selection: Selection, threads: int) -> None:
-    """Compare every tensor that was not cast, and every object, with what it was made from.
-
-    Raises:
-        ItemError: one of them differs; names it.
-    """
-    sides = Access("A", source, threading.Lock()), Access("B", written, threading.Lock())
-    tensors = [item for item in selection.tensors if item.dtype == item.entry.dtype and item.name in written.tensors]
-    objects = [item for item in selection.objects if item.name in written.objects]
-    with Pool(threads) as pool:
-        comparison = ValueComparison(*sides, DiffOptions(), pool, None)
-        outcomes = comparison.run([(item.entry, written.tensors[item.name]) for item in tensors])
-        pairs = ((item.entry, written.objects[item.name]) for item in objects)
-        found = [outcome for _, outcome in pool.run(lambda pair: compare_objects(*sides, *pair), pairs)]
-    wrong = [
-        item.name
-        for item, outcome in zip(tensors, outcomes, strict=True)
-        if outcome.values is not None or outcome.unreadable
-    ]
-    wrong += [item.name for item, got in zip(objects, found, strict=True) if got.unequal or got.unreadable]
-    if wrong:
-        raise ItemError(f"the output differs from the source in {len(wrong):,} entries, the first {wrong[0]!r}")
-
-
-def _leftover_notes(path: str) -> list[str]:
-    left = leftovers(path)
-    return [f"{left[0]} is temporary output of a run that was killed; it can be deleted"] if left else []
 
 
 def planned_paths(conversion: Conversion) -> list[str]:

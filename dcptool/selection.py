@@ -5,7 +5,8 @@ Names change in this order: select, strip, add, rename.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "
 """Parts that torch.compile, activation checkpointing, FSDP1, DeepSpeed and DDP put into names."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 MAX_LISTED = 12
+MAX_COMPARED = 10_000
 
 
 class Renaming(NamedTuple):
@@ -67,10 +69,11 @@ class SelectedObject(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What is to be written, in the order of the source."""
+    """What is to be written, in the order of the source, with what is worth knowing about it."""
 
     in_order: tuple[SelectedTensor | SelectedObject, ...]
     n_cast: int
+    notes: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> tuple[SelectedTensor, ...]:
@@ -106,9 +109,17 @@ def select(
     if not chosen:
         raise LayoutError(_nothing(checkpoint, keys, exclude))
     names = {fqn: _renamed(fqn, renaming) for fqn in chosen}
-    missing = [old for old, _ in renaming.rename if old not in {_affixed(fqn, renaming) for fqn in chosen}]
+    affixed = {_affixed(fqn, renaming) for fqn in chosen}
+    missing = [old for old, _ in renaming.rename if old not in affixed]
     if missing:
-        raise LayoutError(f"--rename {missing[0]}=…: no selected entry has this name")
+        changed = renaming.clean_names or renaming.strip_prefix or renaming.add_prefix
+        when = ", after prefixes were taken off and added" if changed else ""
+        raise LayoutError(
+            f"--rename {missing[0]}=…: no selected entry has this name{when}{_similar(missing[0], affixed)}"
+        )
+    twice = [old for old, count in Counter(old for old, _ in renaming.rename).items() if count > 1]
+    if twice:
+        raise LayoutError(f"--rename {twice[0]}=… is given more than once")
     sources: dict[str, str] = {}
     for fqn, name in names.items():
         if fqn and not name:
@@ -127,7 +138,26 @@ def select(
             items.append(SelectedTensor(name, path, entry, dtype))
         else:
             items.append(SelectedObject(name, path, entry))
-    return Selection(tuple(items), n_cast)
+    return Selection(tuple(items), n_cast, _prefix_notes(chosen, renaming))
+
+
+def _prefix_notes(chosen: Sequence[str], renaming: Renaming) -> tuple[str, ...]:
+    """Say how many names do not have the prefix that was to be taken off."""
+    if not renaming.strip_prefix:
+        return ()
+    names = [_cleaned(fqn) if renaming.clean_names else fqn for fqn in chosen]
+    without = [name for name in names if not name.startswith(renaming.strip_prefix)]
+    if not without:
+        return ()
+    few = f"{len(without):,} of {len(names):,}" if len(without) < len(names) else f"all {len(names):,}"
+    return (f"{few} names do not begin with {renaming.strip_prefix!r} and are kept, such as {without[0]!r}",)
+
+
+def _similar(name: str, names: Iterable[str]) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, list(names)[:MAX_COMPARED], 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def selects(fqn: str, keys: Sequence[str], exclude: Sequence[str]) -> bool:
@@ -191,6 +221,10 @@ def _nothing(checkpoint: Checkpoint, keys: Sequence[str], exclude: Sequence[str]
         return f"{checkpoint.path} holds no entries"
     if not keys:
         return f"{checkpoint.path}: --exclude {' '.join(map(repr, exclude))} leaves nothing"
+    n_matching = sum(selects(fqn, keys, ()) for fqn in checkpoint)
+    if n_matching:
+        which = "the entry that matches" if n_matching == 1 else f"all {n_matching:,} entries that match"
+        return f"{checkpoint.path}: --exclude leaves out {which} {', '.join(map(repr, keys))}"
     groups: dict[str, int] = {}
     for fqn, entry in checkpoint.items():
         top = fqn.partition(".")[0]

@@ -13,6 +13,7 @@ from typing import Any
 from dcptool.checkpoint import Checkpoint
 from dcptool.errors import DcptoolError, ItemError, UnsupportedError
 from dcptool.formats.detect import open_checkpoint
+from dcptool.formats.layouts import is_one_file
 from dcptool.publishing import prepare
 from dcptool.storage import is_url
 
@@ -38,12 +39,10 @@ def convert_with_torch(source: str, target: str, to: str, *, trust: bool, overwr
     """
     if not trust:
         raise UnsupportedError(f"--engine torch executes the pickles in {source}; add --trust if you trust them")
+    problem = torch_problem(source, target, to)
+    if problem:
+        raise UnsupportedError(problem)
     checkpoint = open_checkpoint(source)
-    if (checkpoint.format, to) not in _PAIRS or is_url(source) or is_url(target):
-        raise UnsupportedError(
-            f"torch converts local DCP to .pt or safetensors, and .pt to DCP, not {checkpoint.format} to {to} here; "
-            "--engine stream does"
-        )
     try:
         import torch
     except ImportError:
@@ -53,6 +52,20 @@ def convert_with_torch(source: str, target: str, to: str, *, trust: bool, overwr
         _attempt(_WORK[to], checkpoint, place.written)
         place.publish(overwrite)
     return str(torch.__version__)
+
+
+def torch_problem(source: str, target: str, to: str) -> str:
+    """Say why torch has no such conversion, whatever is in the source; "" if it has."""
+    if is_url(source) or is_url(target):
+        return "torch converts on local disks only; --engine stream (the default) reads and writes URLs"
+    theirs = open_checkpoint(source).format
+    if (theirs, to) not in _PAIRS or is_one_file(to, target) != (to != "dcp"):
+        to = "safetensors in a folder" if to == "safetensors" and theirs == "dcp" else to
+        return (
+            f"torch converts DCP to a .pt or .safetensors file, and .pt to DCP, not {theirs} to {to}; "
+            "--engine stream (the default) does"
+        )
+    return ""
 
 
 def _attempt(function: Callable[[Checkpoint, str], None], checkpoint: Checkpoint, target: str) -> None:

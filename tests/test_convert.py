@@ -503,7 +503,8 @@ class TestEngineTorch:
         assert done.returncode == 3
         assert "torch cannot convert it" in done.stderr
         done = cli(*command, "--trust", "--to", "dcp", FOREIGN / "w_async", tmp_path / "d")
-        assert done.returncode == 3
+        assert done.returncode == 2
+        assert "not dcp to dcp; --engine stream" in done.stderr
         done = cli(*command, "--trust", "--keys", "x", "--to", "torch", FOREIGN / "w_async", tmp_path / "a.pt")
         assert done.returncode == 2
         assert not list(tmp_path.iterdir())

@@ -21,10 +21,11 @@ from dcptool.cli.latest import latest
 from dcptool.cli.mark import mark
 from dcptool.cli.prune import prune
 from dcptool.cli.verify import verify
-from dcptool.errors import DcptoolError
+from dcptool.errors import DcptoolError, SeveralCheckpointsError
 
 EXIT_FAILED = 3
 EXIT_BUG = 70
+MAX_COMMANDS = 20
 
 
 class _Group(click.Group):
@@ -57,7 +58,7 @@ class _Group(click.Group):
         except DcptoolError as error:
             if debug:
                 raise
-            _complain(str(error))
+            _complain(_commands(error) if isinstance(error, SeveralCheckpointsError) else str(error))
             code = EXIT_FAILED
         except BrokenPipeError:
             # Whoever read our output has seen enough; do not complain when Python flushes at exit.
@@ -82,7 +83,29 @@ def _complain(message: str) -> None:
     from dcptool.render.text import shown
 
     # Later lines are indented, so that a name with a newline in it cannot pass for a message of its own.
-    click.echo("\n  ".join(map(shown, f"error: {message}".splitlines())), err=True)
+    lines = [line.strip() for line in f"error: {message}".splitlines()]
+    click.echo("\n  ".join(map(shown, filter(None, lines))), err=True)
+
+
+def _commands(error: SeveralCheckpointsError) -> str:
+    """Return the command that was given once more for each checkpoint it can have meant."""
+    import shlex
+
+    from dcptool.steps import step_number
+
+    given = sys.argv[1:]
+    if error.path not in [argument.rstrip("/") for argument in given]:
+        return str(error)
+    commands = [
+        shlex.join(["dcptool", *(part if argument.rstrip("/") == error.path else argument for argument in given)])
+        for part in error.parts
+    ]
+    more = [f"… and {len(commands) - MAX_COMMANDS:,} more"] if len(commands) > MAX_COMMANDS else []
+    lines = [f"{error.path} holds {len(error.parts):,} checkpoints; name one:", *commands[:MAX_COMMANDS], *more]
+    if any(step_number(part.rpartition("/")[2]) is not None for part in error.parts):
+        run = os.path.commonpath(error.parts) if "://" not in error.path else error.path
+        lines.append(f"The newest complete step is what {shlex.join(['dcptool', 'latest', run])} prints.")
+    return "\n".join(lines)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -79,28 +79,20 @@ def convert(
     from dcptool.rewrite import convert as convert_path
     from dcptool.selection import Renaming
 
+    _require_meaning(to, target)
     if engine == "torch":
-        if (
-            keys
-            or exclude
-            or strip_prefix
-            or add_prefix
-            or rename
-            or clean_names
-            or dtype
-            or dry_run
-            or check
-            or skip_corrupt
-        ):
-            raise click.UsageError("--engine torch converts everything as it is; leave the other options out")
-        from dcptool.torch_engine import convert_with_torch
+        from dcptool.render.text import shown
+        from dcptool.torch_engine import convert_with_torch, torch_problem
 
+        problem = torch_problem(source, target, to)
+        if problem:
+            raise click.UsageError(problem)
         version = convert_with_torch(source, target, to, trust=trust, overwrite=overwrite)
-        if not quiet:
-            click.echo(f"torch {version} wrote {target}")
+        if as_json and not quiet:
+            options.print_json({"schema": 1, "path": target, "torch": version})
+        elif not quiet:
+            click.echo(f"torch {version} wrote {shown(target)}")
         return 0
-    if trust:
-        raise click.UsageError("--trust only means something with --engine torch")
     renaming = Renaming(strip_prefix, add_prefix, rename, clean_names, dtype)
     chosen = ConvertOptions(
         keys, exclude, renaming, max_shard_size, nesting, objects, threads, overwrite, check, skip_corrupt, also
@@ -115,3 +107,31 @@ def convert(
             click.echo(line, err=True)
         click.echo(plan_text(done) if dry_run else last)
     return 1 if done.corrupt else 0
+
+
+_ENGINE_TORCH_TAKES = {"source", "target", "to", "engine", "trust", "overwrite", "as_json", "quiet"}
+
+
+def _require_meaning(to: str, target: str) -> None:
+    """Refuse options that would do nothing together with the others.
+
+    Raises:
+        click.UsageError: naming the first of them.
+    """
+    ctx = click.get_current_context()
+    given = [
+        param
+        for param in ctx.command.params
+        if param.name and ctx.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    names = {param.name: param.opts[0] for param in given}
+    if ctx.params["engine"] == "torch":
+        unused = [option for name, option in names.items() if name not in _ENGINE_TORCH_TAKES]
+        if unused:
+            raise click.UsageError(f"--engine torch converts everything as it is: leave out {', '.join(unused)}")
+    elif "trust" in names:
+        raise click.UsageError("--trust only means something with --engine torch")
+    if "nesting" in names and to != "torch":
+        raise click.UsageError(f"--nesting is about .pt files, not --to {to}: leave it out")
+    if "max_shard_size" in names and (to != "safetensors" or target.endswith(".safetensors")):
+        raise click.UsageError("--max-shard-size is about safetensors in a folder: leave it out, or name a folder")

@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint import Checkpoint
-from dcptool.errors import CheckpointNotFoundError, MetadataError, StorageError, UnsupportedError
+from dcptool.errors import (
+    CheckpointNotFoundError,
+    MetadataError,
+    SeveralCheckpointsError,
+    StorageError,
+    UnsupportedError,
+)
 from dcptool.formats.dcp.metadata import check_pickle_start
 from dcptool.formats.dcp.reader import METADATA, data_file_rank, is_dcp, megatron_backend, open_dcp, rank_metadata
 from dcptool.formats.safetensors import INDEX_SUFFIX, SUFFIX, open_safetensors
@@ -16,6 +22,7 @@ from dcptool.formats.torch_save import LEGACY_MAGIC, open_torch_save
 from dcptool.steps import step_number
 from dcptool.storage import Entry, Location, Storage, join, locate
 
+MAX_LISTED = 20
 MAX_PART_DEPTH = 3
 MAX_FOLDERS = 2_000
 """Folders of one level that are looked into."""
@@ -102,8 +109,10 @@ def open_checkpoint(path: str | os.PathLike[str], also: Sequence[str | os.PathLi
         return open_part(location, parts[0].name)
     if not parts:
         raise CheckpointNotFoundError(not_a_checkpoint(location))
-    listed = "\n".join(f"  {join(location.storage.root, part.name)}  ({part.kind})" for part in parts[:20])
-    raise CheckpointNotFoundError(f"{location.storage.root} holds {len(parts)} checkpoints; name one:\n{listed}")
+    root = location.storage.root
+    listed = "\n".join(f"{join(root, part.name)}  ({part.kind})" for part in parts[:MAX_LISTED])
+    message = f"{root} holds {len(parts)} checkpoints; name one:\n{listed}"
+    raise SeveralCheckpointsError(message, root, tuple(join(root, part.name) for part in parts))
 
 
 def open_part(location: Location, name: str) -> Checkpoint:

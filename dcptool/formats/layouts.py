@@ -41,6 +41,23 @@ class Layout(NamedTuple):
     last: tuple[OutputFile, ...] = ()
 
 
+def is_one_file(to: str, path: str) -> bool:
+    """Tell whether output at a path is one file, else a folder.
+
+    Raises:
+        UnsupportedError: its name says another format, so that it would be taken for that later.
+    """
+    name = path.rpartition("/")[2].lower()
+    if to == "torch" and name.endswith(SUFFIX):
+        raise UnsupportedError(f"{path} ends as safetensors do, and --to torch writes a torch.save file: name it .pt")
+    is_file = to == "torch" or (to == "safetensors" and path.endswith(SUFFIX))
+    if not is_file and name.endswith((".pt", ".pth", ".bin", SUFFIX)):
+        meant = f"{path.removesuffix(name)}{name.rpartition('.')[0]}"
+        wanted = f"name it {meant}{SUFFIX}, or {meant} for a folder" if to == "safetensors" else f"name it {meant}"
+        raise UnsupportedError(f"{path} has a file's name, and --to {to} would make it a folder: {wanted}")
+    return is_file
+
+
 def lay_out(
     checkpoint: Checkpoint,
     selection: Selection,
@@ -57,7 +74,11 @@ def lay_out(
         LayoutError: objects are selected and are an error.
     """
     if objects == "error" and selection.objects:
-        raise LayoutError(f"{len(selection.objects)} objects are selected, such as {selection.objects[0].name!r}")
+        objects_ = "1 object is" if len(selection.objects) == 1 else f"{len(selection.objects):,} objects are"
+        raise LayoutError(
+            f"{objects_} selected, such as {selection.objects[0].name!r}, and --objects error refuses them\n"
+            "--objects skip leaves them out, --objects keep takes them; --keys and --exclude select."
+        )
     if to == "safetensors":
         return _safetensors(checkpoint, selection, path, objects or "skip", max_shard_nbytes)
     kept = selection.without_objects() if objects == "skip" else selection
@@ -91,7 +112,7 @@ def _safetensors(
 ) -> Layout:
     tensors = selection.tensors
     safetensors_write.require_supported(tensors)
-    is_file = path.endswith(SUFFIX)
+    is_file = is_one_file("safetensors", path)
     if is_file:
         files = [safetensors_write.one_file(path.rpartition("/")[2], tensors)]
     else:
@@ -99,7 +120,9 @@ def _safetensors(
     notes = ["bytes are copied, no architecture is mapped: names and shapes are those of the source"]
     if objects == "keep" and selection.objects:
         if is_file:
-            raise LayoutError("objects are kept in a file beside the tensors: name a folder, not a .safetensors file")
+            raise LayoutError(
+                f"objects go into a file beside the tensors: name a folder, such as {path.removesuffix(SUFFIX)}"
+            )
         files.append(_objects_file(checkpoint, selection.objects))
         return Layout(tuple(files), False, len(selection.objects), (), tuple(notes), _open_all)
     skipped = tuple(item.entry.fqn for item in selection.objects)
@@ -126,7 +149,7 @@ def _objects_file(checkpoint: Checkpoint, objects: Sequence[SelectedObject]) -> 
 def _plain(value: object) -> object:
     shown = plain.to_json(value)
     if shown is None and value is not None:
-        raise ValueError(f"it is a {type(value).__name__}")
+        raise ValueError(f"it is {value}" if isinstance(value, float) else f"it is a {type(value).__name__}")
     return shown
 
 

@@ -19,6 +19,7 @@ from dcptool.regions import volume
 
 MAX_HEADER_NBYTES = 100_000_000
 """The limit of the safetensors library."""
+LFS_START = b"version https://git-lfs"
 _DEEP = re.compile(rb"[\[{]\s*(?:[\[{]\s*){8}")
 
 
@@ -57,7 +58,10 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     Raises:
         MetadataError: it is no safetensors data, cut short, or its header contradicts itself.
     """
-    length = int.from_bytes(read(0, 8), "little") if nbytes >= 8 else 0
+    start = read(0, min(nbytes, len(LFS_START)))
+    if start == LFS_START:
+        raise MetadataError("it is a Git LFS pointer, not the file itself; run `git lfs pull`")
+    length = int.from_bytes(start[:8], "little") if nbytes >= 8 else 0
     if not 2 <= length <= MAX_HEADER_NBYTES:
         raise MetadataError("this is no safetensors data: its first 8 bytes are not a header length")
     if 8 + length > nbytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from dcptool.render.text import nbytes, plural, shown, table
@@ -15,12 +16,12 @@ MAX_NAMED = 5
 def conversion_lines(conversion: Conversion) -> tuple[list[str], str]:
     """Return what is worth knowing, for stderr, and the line that ends a conversion."""
     notes = finding_lines(conversion.corrupt, "")
-    if conversion.corrupt:
-        notes.append("left out because of this: see above")
+    lost = list(dict.fromkeys(finding.fqn for finding in conversion.corrupt if finding.fqn))
+    if lost:
+        noun = "entry is" if len(lost) == 1 else "entries are"
+        notes.append(f"{len(lost):,} damaged {noun} left out: {_named(lost)}")
     if conversion.skipped:
-        named = ", ".join(map(shown, conversion.skipped[:MAX_NAMED]))
-        more = ", …" if len(conversion.skipped) > MAX_NAMED else ""
-        notes.append(f"note: {plural(len(conversion.skipped), 'object')} left out: {named}{more}")
+        notes.append(f"note: {plural(len(conversion.skipped), 'object')} left out: {_named(conversion.skipped)}")
     if conversion.n_cast:
         notes.append(f"note: {plural(conversion.n_cast, 'tensor')} cast")
     notes += [f"note: {shown(note)}" for note in conversion.notes]
@@ -32,13 +33,18 @@ def conversion_lines(conversion: Conversion) -> tuple[list[str], str]:
     return notes, f"{counts}, {sizes}, {conversion.seconds:.2f} s, {nbytes(int(rate))}/s: {shown(conversion.path)}"
 
 
+def _named(fqns: Sequence[str]) -> str:
+    return ", ".join(map(shown, fqns[:MAX_NAMED])) + (", …" if len(fqns) > MAX_NAMED else "")
+
+
 def plan_text(conversion: Conversion) -> str:
     """Return the plan of a dry run: the files with their sizes, and their sums."""
     rows = [[shown(name), f"{size:,}"] for name, size in conversion.files]
     total = sum(size for _, size in conversion.files)
     counts = f"{plural(conversion.n_tensors, 'tensor')}, {plural(conversion.n_objects, 'object')}"
     summary = f"{shown(conversion.path)} would be {nbytes(total)} in {plural(len(rows), 'file')}: {counts}"
-    return f"{table(['file', 'bytes'], rows, right=(1,))}\n\n{summary}"
+    memory = f"the copy needs up to {nbytes(conversion.memory_nbytes)} of memory for its buffers"
+    return f"{table(['file', 'bytes'], rows, right=(1,))}\n\n{summary}\n{memory}"
 
 
 def conversion_json(conversion: Conversion) -> dict[str, Any]:

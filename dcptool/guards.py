@@ -1,0 +1,125 @@
+"""What must hold of a source before it is read, and of output before it gets its name: one for all that rewrite."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from dcptool.checkpoint import Checkpoint
+from dcptool.checks import check
+from dcptool.comparing.bands import Access
+from dcptool.comparing.objects import compare_objects
+from dcptool.comparing.pool import Pool
+from dcptool.comparing.results import DiffOptions
+from dcptool.comparing.values import ValueComparison
+from dcptool.errors import ItemError
+from dcptool.findings import Finding, Severity
+from dcptool.formats.detect import open_checkpoint
+from dcptool.model import OutputFile
+from dcptool.publishing import Target, leftovers
+from dcptool.selection import Selection, selects
+
+MAX_LISTED = 20
+MAX_STEPS = 2
+
+
+def require_sound(
+    checkpoint: Checkpoint,
+    selection: Selection,
+    keys: Sequence[str],
+    exclude: Sequence[str],
+    *,
+    skip_corrupt: bool = False,
+    hint: str = "",
+) -> None:
+    """Refuse a source whose metadata or files show that what is selected is not all there.
+
+    Args:
+        checkpoint: the source.
+        selection: what is wanted of it.
+        keys, exclude: what that was selected by.
+        skip_corrupt: what missing and short files held was left out already.
+        hint: what the user can do, the last line of the message.
+
+    Raises:
+        ItemError: something is missing; the message lists what.
+    """
+    names = {tensor.entry.fqn for tensor in selection.tensors} | {item.entry.fqn for item in selection.objects}
+    files = {name for tensor in selection.tensors for name in tensor.entry.chunks.files()}
+    files |= {item.entry.item.file for item in selection.objects if item.entry.item}
+
+    def matters(finding: Finding) -> bool:
+        if finding.fqn in checkpoint:
+            return finding.fqn in names
+        if skip_corrupt and finding.kind in _ABOUT_WHOLE_FILES:  # what they held is left out
+            return False
+        if finding.fqn:  # a tensor that should be there
+            return not skip_corrupt and selects(finding.fqn, keys, exclude)
+        return finding.file not in checkpoint.usage or finding.file in files
+
+    errors = [finding for finding in check(checkpoint).findings if finding.severity is Severity.ERROR]
+    found = [finding for finding in errors if matters(finding)]
+    if found:
+        raise ItemError(damaged(checkpoint, found, hint))
+
+
+_ABOUT_WHOLE_FILES = ("missing-file", "short-file", "lfs-pointer")
+
+
+def damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
+    """Say that a source is damaged and nothing was written: what was found, and what to do."""
+    steps = dict.fromkeys(finding.next_step for finding in found if finding.next_step)
+    lines = [
+        f"{checkpoint.path} is damaged, nothing was written:",
+        *(finding.message for finding in found[:MAX_LISTED]),
+    ]
+    if len(found) > MAX_LISTED:
+        lines.append(f"… and {len(found) - MAX_LISTED:,} more")
+    return "\n".join(filter(None, [*lines, *list(steps)[:MAX_STEPS], hint]))
+
+
+def require_same(place: Target, files: Sequence[OutputFile], selection: Selection) -> None:
+    """Open what was written and compare shapes, dtypes and bytes with what was meant.
+
+    Raises:
+        ItemError: it is not the same.
+    """
+    written = open_checkpoint(place.written)
+    meant = Counter((tensor.dtype, tensor.entry.shape) for tensor in selection.tensors)
+    found = Counter((entry.dtype, entry.shape) for entry in written.tensors.values())
+    different = [file.name for file in place.named(files) if place.storage.size(file.name) != file.nbytes]
+    # Objects of a `.pt` file may hold tensors too.
+    if meant - found or different:
+        what = [*(meant - found), *different][:3]
+        raise ItemError(f"what was written does not open as what was meant: {what}; this is a bug")
+
+
+def require_equal(source: Checkpoint, written: Checkpoint, selection: Selection, threads: int) -> None:
+    """Compare every tensor that was not cast, and every object, with what it was made from.
+
+    Raises:
+        ItemError: one of them differs; names it.
+    """
+    sides = Access("A", source, threading.Lock()), Access("B", written, threading.Lock())
+    tensors = [item for item in selection.tensors if item.dtype == item.entry.dtype and item.name in written.tensors]
+    objects = [item for item in selection.objects if item.name in written.objects]
+    with Pool(threads) as pool:
+        comparison = ValueComparison(*sides, DiffOptions(), pool, None)
+        outcomes = comparison.run([(item.entry, written.tensors[item.name]) for item in tensors])
+        pairs = ((item.entry, written.objects[item.name]) for item in objects)
+        found = [outcome for _, outcome in pool.run(lambda pair: compare_objects(*sides, *pair), pairs)]
+    wrong = [
+        item.name
+        for item, outcome in zip(tensors, outcomes, strict=True)
+        if outcome.values is not None or outcome.unreadable
+    ]
+    wrong += [item.name for item, got in zip(objects, found, strict=True) if got.unequal or got.unreadable]
+    if wrong:
+        raise ItemError(f"the output differs from the source in {len(wrong):,} entries, the first {wrong[0]!r}")
+
+
+def leftover_notes(path: str) -> list[str]:
+    """Name temporary output that an earlier run left beside a path."""
+    left = leftovers(path)
+    return [f"{left[0]} is temporary output of a run that was killed; it can be deleted"] if left else []
