@@ -1,0 +1,223 @@
+"""What a reshard would do: target layout, files, what goes where, and what is worth knowing. Copies nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dcptool.checkpoint import Checkpoint
+from dcptool.checks.families import per_rank_families
+from dcptool.errors import CheckpointNotFoundError, LayoutError
+from dcptool.formats.dcp.write import Arrangement, DcpLayout, lay_out_dcp
+from dcptool.formats.detect import open_checkpoint
+from dcptool.guards import require_sound
+from dcptool.newest import find_latest
+from dcptool.resharding.assign import assign
+from dcptool.resharding.mesh import MAX_RANKS, parse_mesh, parse_placement
+from dcptool.resharding.rules import Rules, Target, like_ranks, mesh_hint
+from dcptool.selection import Selection, select
+from dcptool.storage import is_url, locate
+from dcptool.summary import world_size
+
+MAX_NAMED = 3
+
+
+class ReshardOptions(NamedTuple):
+    """How a checkpoint is resharded.
+
+    Attributes:
+        world_size: ranks of the target; None where `like`, `mesh` or `files` says it.
+        like: path of a checkpoint whose layout is taken over.
+        mesh: names and sizes of the target's mesh, such as "dp=6,tp=8".
+        placements: how tensors are placed on it, such as "*.weight=tp:1,dp:0"; the first that matches wins.
+        files: keep all boxes, and spread them over so many files.
+        keys, exclude: names or globs of what to take, and of what to leave out.
+        workers: processes that share the work, None for the number of processors.
+        threads: how many bands each of them reads at the same time.
+        timeout: seconds after which a process that gives no sign of life is given up.
+        overwrite: replace output that is there, once the new one is complete.
+        check: compare the output with the source, element by element, before it is published.
+        also: further folders that hold files of the source.
+    """
+
+    world_size: int | None = None
+    like: str | None = None
+    mesh: str | None = None
+    placements: tuple[str, ...] = ()
+    files: int | None = None
+    keys: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    workers: int | None = None
+    threads: int | None = None
+    timeout: float = 300.0
+    overwrite: bool = False
+    check: bool = False
+    also: tuple[str, ...] = ()
+
+
+class Plan(NamedTuple):
+    """What is to be done.
+
+    Attributes:
+        source: the open checkpoint.
+        selection: what of it goes in.
+        target: path of the output.
+        arrangement: what goes into which file.
+        layout: the files, with their bytes.
+        n_ranks: of the target.
+        notes: worth knowing, one sentence each.
+    """
+
+    source: Checkpoint
+    selection: Selection
+    target: str
+    arrangement: Arrangement
+    layout: DcpLayout
+    n_ranks: int
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in (*self.layout.files, *self.layout.last))
+
+
+def make_plan(source: str | None, target: str | None, options: ReshardOptions) -> Plan:
+    """Open the source and lay out the target.
+
+    Args:
+        source: path or URL of a checkpoint; None for the one in, or the newest complete one under, the current folder.
+        target: path or URL of the output; None for `<RUN>-ws<N>/<STEP>` beside the run directory.
+        options: see `ReshardOptions`.
+
+    Raises:
+        CheckpointNotFoundError: there is no such checkpoint.
+        ItemError: the source is damaged; the message names tensor, file and bytes.
+        LayoutError: what is wanted cannot be laid out; the message names the tensor.
+    """
+    checkpoint = open_checkpoint(source if source is not None else source_here(), options.also)
+    selection = select(checkpoint, options.keys, options.exclude)
+    require_sound(checkpoint, selection, options.keys, options.exclude)
+    wanted = _target(options)
+    path = os.fspath(target) if target is not None else default_target(checkpoint.path, wanted.n_ranks)
+    rules = Rules(checkpoint, selection, wanted)
+    arrangement = assign(rules.held(), wanted.n_ranks)
+    layout = lay_out_dcp(checkpoint, selection, path, "reshard", arrangement)
+    notes = (*layout.notes, *_notes(checkpoint, selection, rules, wanted))
+    return Plan(checkpoint, selection, path, arrangement, layout, wanted.n_ranks, notes)
+
+
+def source_here() -> str:
+    """Return the checkpoint in the current folder, or the newest complete one of the run in or below it.
+
+    Raises:
+        CheckpointNotFoundError: there is none, or it is not clear which.
+    """
+    here = os.getcwd()
+    names = {entry.name for entry in locate(here).storage.entries()}
+    if ".metadata" in names or any(name.endswith((".metadata", ".distcp")) for name in names):
+        return here
+    runs = [here, *sorted(os.path.join(here, name) for name in names if os.path.isdir(os.path.join(here, name)))]
+    found = [latest.path for run in runs if (latest := find_latest(run)).path]
+    if len(found) != 1:
+        what = "no complete checkpoint" if not found else f"{len(found)} runs with complete checkpoints"
+        listed = "".join(f"\n  dcptool reshard --world-size N {path}" for path in found[:10] if path)
+        raise CheckpointNotFoundError(f"{here} holds {what}; name the one to reshard{':' if found else ''}{listed}")
+    return str(found[0])
+
+
+def default_target(source: str, n_ranks: int) -> str:
+    """Return `<RUN>-ws<N>/<STEP>` beside the run directory of a source.
+
+    >>> default_target("/data/ckpt/step_500", 48)
+    '/data/ckpt-ws48/step_500'
+    """
+    path = source.rstrip("/") if is_url(source) else os.path.abspath(source)
+    run, _, step = path.rpartition("/")
+    if not run or run.endswith((":", "/")):
+        raise LayoutError(f"{source} has no folder of its own beside which the output could go; name DST")
+    return f"{run}-ws{n_ranks}/{step.removesuffix('.safetensors').removesuffix('.pt')}"
+
+
+def _target(options: ReshardOptions) -> Target:
+    """Read what layout is wanted.
+
+    Raises:
+        LayoutError: the options do not go together.
+    """
+    ways = [name for name in ("like", "mesh", "files") if getattr(options, name) is not None]
+    if len(ways) > 1:
+        raise LayoutError(f"--{ways[0]} and --{ways[1]} are two layouts; give one of them")
+    if options.placements and options.mesh is None:
+        raise LayoutError("--placement needs --mesh, such as --mesh dp=6,tp=8")
+    if not ways and options.world_size is None:
+        raise LayoutError("give --world-size N, or --mesh, --like or --files")
+    found = _from_way(options)
+    if options.world_size is not None and options.world_size != found.n_ranks:
+        given = getattr(options, ways[0])
+        raise LayoutError(f"--world-size {options.world_size} and --{ways[0]} {given} ({found.n_ranks} ranks) disagree")
+    if not 1 <= found.n_ranks <= MAX_RANKS:
+        raise LayoutError(f"{found.n_ranks:,} ranks cannot be laid out; 1 to {MAX_RANKS:,} can")
+    return found
+
+
+def _from_way(options: ReshardOptions) -> Target:
+    if options.mesh is not None:
+        mesh = parse_mesh(options.mesh)
+        placements = tuple(parse_placement(text, mesh) for text in options.placements)
+        return Target(mesh.n_ranks, mesh, placements)
+    if options.like is not None:
+        like = open_checkpoint(options.like)
+        return Target(like_ranks(like), like=like)
+    if options.files is not None:
+        return Target(options.files, repack=True)
+    return Target(options.world_size or 0)
+
+
+def _notes(checkpoint: Checkpoint, selection: Selection, rules: Rules, target: Target) -> list[str]:
+    notes = []
+    if rules.kept:
+        hint = mesh_hint(rules.kept, target.n_ranks)
+        how = f"; {hint} would cut them as a job of {target.n_ranks} ranks does" if hint else ""
+        shown = _named(list(rules.kept))
+        words = next(iter(rules.kept.values()))
+        notes.append(f"{_tensors(len(rules.kept))} keep their boxes ({shown}: {words}), spread over the ranks{how}")
+    if rules.unplaced:
+        notes.append(
+            f"{_tensors(len(rules.unplaced))} match no --placement and are sharded by their stored boxes: "
+            f"{_named(rules.unplaced)}"
+        )
+    if target.like is not None:
+        lacking = [item.name for item in selection.in_order if item.name not in target.like]
+        if lacking:
+            notes.append(f"{target.like.path} lacks {len(lacking):,} entries, laid out by default: {_named(lacking)}")
+    return notes + _per_rank_notes(checkpoint, selection, target.n_ranks)
+
+
+def _per_rank_notes(checkpoint: Checkpoint, selection: Selection, n_ranks: int) -> list[str]:
+    """Say which objects of single ranks a resume with another number of them will miss, or not look for."""
+    notes = []
+    for pattern, ranks in per_rank_families(item.name for item in selection.objects).items():
+        if len(ranks) == 1 and world_size(checkpoint) != 1:
+            continue
+        first, last = min(ranks), max(ranks)
+        shown = f"{pattern} of {f'ranks {first}–{last}' if last > first else f'rank {first}'}"
+        missed = [rank for rank in range(n_ranks) if rank not in ranks]
+        spare = sum(rank >= n_ranks for rank in ranks)
+        told = f"{shown} cannot be resharded and is copied as it is"
+        if missed:
+            named = f"rank {missed[0]}" if len(missed) == 1 else f"ranks {missed[0]}–{missed[-1]} ({len(missed):,})"
+            told += f"; a resume on {n_ranks} ranks finds none for {named}"
+        if spare:
+            told += f"; that of {spare:,} rank{'s' * (spare > 1)} belongs to no rank any more"
+        notes.append(told)
+    return notes
+
+
+def _tensors(count: int) -> str:
+    return f"{count:,} tensor{'s' * (count != 1)}"
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:MAX_NAMED])) + (", …" if len(names) > MAX_NAMED else "")
