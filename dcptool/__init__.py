@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dcptool.marking import mark_complete
     from dcptool.newest import find_latest, find_steps
     from dcptool.overview import summarize
+    from dcptool.resharding import ReshardOptions, reshard
     from dcptool.retention import delete_steps, plan_prune
     from dcptool.rewrite import ConvertOptions, convert
     from dcptool.selection import Renaming
@@ -26,6 +27,7 @@ __all__ = [
     "Level",
     "ObjectEntry",
     "Renaming",
+    "ReshardOptions",
     "Rules",
     "State",
     "TensorEntry",
@@ -38,6 +40,7 @@ __all__ = [
     "mark_complete",
     "open",
     "plan_prune",
+    "reshard",
     "summarize",
     "verify",
 ]
@@ -50,6 +53,7 @@ _MODULES = {
     "marking": ("mark_complete",),
     "newest": ("find_latest", "find_steps"),
     "overview": ("summarize",),
+    "resharding": ("ReshardOptions", "reshard"),
     "retention": ("delete_steps", "plan_prune"),
     "rewrite": ("ConvertOptions", "convert"),
     "selection": ("Renaming",),

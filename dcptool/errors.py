@@ -10,6 +10,7 @@
     ├── LayoutError               (ValueError)            the boxes of a tensor do not give what was asked for
     ├── UnsupportedError          (NotImplementedError)   understood, but not something dcptool reads
     ├── OutputExistsError         (FileExistsError)       output would replace something
+    ├── WorkerError               (RuntimeError)          a process of a group was lost or failed
     └── TrainingError             (RuntimeError)          a training job could not save or restore, on some rank
 
 Every message is one or two lines: what is wrong, where (path, fqn, byte range), what to do next.
@@ -19,6 +20,9 @@ What is *found* in a checkpoint is not raised: see `findings`.
 
 class DcptoolError(Exception):
     """Base of every error dcptool raises on purpose; the command line exits 3 on it."""
+
+    told_elsewhere = False
+    """Another process of the same group tells the user."""
 
 
 class CheckpointNotFoundError(DcptoolError, FileNotFoundError):
@@ -31,6 +35,9 @@ class SeveralCheckpointsError(CheckpointNotFoundError):
     def __init__(self, message: str, path: str, parts: tuple[str, ...]) -> None:
         super().__init__(message)
         self.path, self.parts = path, parts
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (str(self), self.path, self.parts)
 
 
 class MetadataError(DcptoolError, ValueError):
@@ -63,3 +70,7 @@ class OutputExistsError(DcptoolError, FileExistsError):
 
 class TrainingError(DcptoolError, RuntimeError):
     """A training job could not save or restore; every rank raises it, with what went wrong on which."""
+
+
+class WorkerError(DcptoolError, RuntimeError):
+    """A process that shared the work was lost, failed, or never came; nothing was published."""

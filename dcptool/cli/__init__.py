@@ -20,6 +20,7 @@ from dcptool.cli.inspect import inspect
 from dcptool.cli.latest import latest
 from dcptool.cli.mark import mark
 from dcptool.cli.prune import prune
+from dcptool.cli.reshard import reshard
 from dcptool.cli.verify import verify
 from dcptool.errors import DcptoolError, SeveralCheckpointsError
 
@@ -58,7 +59,8 @@ class _Group(click.Group):
         except DcptoolError as error:
             if debug:
                 raise
-            _complain(_commands(error) if isinstance(error, SeveralCheckpointsError) else str(error))
+            if not error.told_elsewhere:
+                _complain(_commands(error) if isinstance(error, SeveralCheckpointsError) else str(error))
             code = EXIT_FAILED
         except BrokenPipeError:
             # Whoever read our output has seen enough; do not complain when Python flushes at exit.
@@ -120,5 +122,5 @@ def main(debug: bool) -> None:
     """
 
 
-for command in (inspect, verify, latest, mark, prune, convert, diff):
+for command in (inspect, verify, latest, mark, prune, convert, reshard, diff):
     main.add_command(command)

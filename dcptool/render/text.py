@@ -38,7 +38,8 @@ def nbytes(count: int) -> str:
 
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: `1 file`, `2,000 files`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
+    return f"{count:,} {noun}{ending}"
 
 
 MIN_NAME_WIDTH = 40

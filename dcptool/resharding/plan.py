@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dcptool.checkpoint import Checkpoint
 from dcptool.checks.families import per_rank_families
 from dcptool.errors import CheckpointNotFoundError, LayoutError
+from dcptool.formats.dcp.reader import is_dcp
 from dcptool.formats.dcp.write import Arrangement, DcpLayout, lay_out_dcp
 from dcptool.formats.detect import open_checkpoint
 from dcptool.guards import require_sound
@@ -115,16 +116,13 @@ def source_here() -> str:
         CheckpointNotFoundError: there is none, or it is not clear which.
     """
     here = os.getcwd()
-    names = {entry.name for entry in locate(here).storage.entries()}
-    if ".metadata" in names or any(name.endswith((".metadata", ".distcp")) for name in names):
+    if is_dcp({entry.name: entry.nbytes for entry in locate(here).storage.entries()}):
         return here
-    runs = [here, *sorted(os.path.join(here, name) for name in names if os.path.isdir(os.path.join(here, name)))]
-    found = [latest.path for run in runs if (latest := find_latest(run)).path]
-    if len(found) != 1:
-        what = "no complete checkpoint" if not found else f"{len(found)} runs with complete checkpoints"
-        listed = "".join(f"\n  dcptool reshard --world-size N {path}" for path in found[:10] if path)
-        raise CheckpointNotFoundError(f"{here} holds {what}; name the one to reshard{':' if found else ''}{listed}")
-    return str(found[0])
+    found = find_latest(here)
+    if found.path is None:
+        why = found.problem or f"{found.run}: no step is complete; dcptool verify {found.run} says why"
+        raise CheckpointNotFoundError(f"{why}\nName the checkpoint to reshard: dcptool reshard --world-size N SRC")
+    return found.path
 
 
 def default_target(source: str, n_ranks: int) -> str:
@@ -133,11 +131,32 @@ def default_target(source: str, n_ranks: int) -> str:
     >>> default_target("/data/ckpt/step_500", 48)
     '/data/ckpt-ws48/step_500'
     """
-    path = source.rstrip("/") if is_url(source) else os.path.abspath(source)
+    path = source.rstrip("/")
     run, _, step = path.rpartition("/")
+    if not is_url(source) and ({step, run.rpartition("/")[2]} & {"", ".", ".."}):
+        run, _, step = os.path.abspath(source).rpartition("/")
     if not run or run.endswith((":", "/")):
         raise LayoutError(f"{source} has no folder of its own beside which the output could go; name DST")
     return f"{run}-ws{n_ranks}/{step.removesuffix('.safetensors').removesuffix('.pt')}"
+
+
+def options_problem(options: ReshardOptions) -> str:
+    """Say why options do not go together, or cannot be read; "" if they do."""
+    ways = [name for name in ("like", "mesh", "files") if getattr(options, name) is not None]
+    if len(ways) > 1:
+        return f"--{ways[0]} and --{ways[1]} are two layouts; give one of them"
+    if options.placements and options.mesh is None:
+        return "--placement needs --mesh, such as --mesh dp=6,tp=8"
+    if not ways and options.world_size is None:
+        return "give --world-size N, or --mesh, --like or --files"
+    if options.mesh is not None:
+        try:
+            mesh = parse_mesh(options.mesh)
+            for text in options.placements:
+                parse_placement(text, mesh)
+        except LayoutError as error:
+            return str(error)
+    return ""
 
 
 def _target(options: ReshardOptions) -> Target:
@@ -146,33 +165,23 @@ def _target(options: ReshardOptions) -> Target:
     Raises:
         LayoutError: the options do not go together.
     """
-    ways = [name for name in ("like", "mesh", "files") if getattr(options, name) is not None]
-    if len(ways) > 1:
-        raise LayoutError(f"--{ways[0]} and --{ways[1]} are two layouts; give one of them")
-    if options.placements and options.mesh is None:
-        raise LayoutError("--placement needs --mesh, such as --mesh dp=6,tp=8")
-    if not ways and options.world_size is None:
-        raise LayoutError("give --world-size N, or --mesh, --like or --files")
-    found = _from_way(options)
-    if options.world_size is not None and options.world_size != found.n_ranks:
-        given = getattr(options, ways[0])
-        raise LayoutError(f"--world-size {options.world_size} and --{ways[0]} {given} ({found.n_ranks} ranks) disagree")
+    problem = options_problem(options)
+    if problem:
+        raise LayoutError(problem)
+    found = Target(options.world_size or 0)
+    if options.mesh is not None:
+        mesh = parse_mesh(options.mesh)
+        found = Target(mesh.n_ranks, mesh, tuple(parse_placement(text, mesh) for text in options.placements))
+    elif options.like is not None:
+        like = open_checkpoint(options.like)
+        found = Target(like_ranks(like), like=like)
+    elif options.files is not None:
+        found = Target(options.files, repack=True)
+    if options.world_size not in (None, found.n_ranks):
+        raise LayoutError(f"--world-size {options.world_size} contradicts the other layout, of {found.n_ranks} ranks")
     if not 1 <= found.n_ranks <= MAX_RANKS:
         raise LayoutError(f"{found.n_ranks:,} ranks cannot be laid out; 1 to {MAX_RANKS:,} can")
     return found
-
-
-def _from_way(options: ReshardOptions) -> Target:
-    if options.mesh is not None:
-        mesh = parse_mesh(options.mesh)
-        placements = tuple(parse_placement(text, mesh) for text in options.placements)
-        return Target(mesh.n_ranks, mesh, placements)
-    if options.like is not None:
-        like = open_checkpoint(options.like)
-        return Target(like_ranks(like), like=like)
-    if options.files is not None:
-        return Target(options.files, repack=True)
-    return Target(options.world_size or 0)
 
 
 def _notes(checkpoint: Checkpoint, selection: Selection, rules: Rules, target: Target) -> list[str]:

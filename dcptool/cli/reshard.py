@@ -1,0 +1,103 @@
+"""`dcptool reshard`."""
+
+from __future__ import annotations
+
+import click
+
+from dcptool.cli import options
+
+
+@click.command(epilog="Example: dcptool reshard --world-size 48 ckpt/step_500 ckpt-48/step_500")
+@click.argument("source", metavar="[SRC]", type=click.Path(), required=False)
+@click.argument("target", metavar="[DST]", type=click.Path(), required=False)
+@click.option("--world-size", type=click.IntRange(1), metavar="N", help="Ranks that will resume from it.")
+@click.option("--like", type=click.Path(), metavar="CKPT", help="Take over the layout of this checkpoint.")
+@click.option("--mesh", metavar="DIMS", help="Device mesh of the target, the outermost first: dp=6,tp=8.")
+@click.option(
+    "--placement",
+    "placements",
+    multiple=True,
+    metavar="GLOB=CUTS",
+    help="With --mesh: how these tensors are cut, in order: '*.weight=tp:1,dp:0'. The first match wins. Repeatable.",
+)
+@click.option("--files", type=click.IntRange(1), metavar="N", help="Keep all boxes; put them into N files.")
+@options.selection
+@options.also
+@click.option(
+    "--workers", type=click.IntRange(1), metavar="N", help="Processes that share the work.  [default: processors]"
+)
+@click.option("--threads", type=click.IntRange(1), default=None, help="Bands each of them reads ahead.  [default: 1]")
+@click.option(
+    "--timeout",
+    type=options.Duration(),
+    default="5m",
+    show_default=True,
+    metavar="DURATION",
+    help="Give up a process that shows no sign of life for so long.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, write nothing; needs no torch.")
+@click.option("--check", is_flag=True, help="Compare the output with the source before it gets its name.")
+@options.output
+def reshard(
+    source: str | None,
+    target: str | None,
+    world_size: int | None,
+    like: str | None,
+    mesh: str | None,
+    placements: tuple[str, ...],
+    files: int | None,
+    keys: tuple[str, ...],
+    exclude: tuple[str, ...],
+    also: tuple[str, ...],
+    workers: int | None,
+    threads: int | None,
+    timeout: float,
+    overwrite: bool,
+    dry_run: bool,
+    check: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Write a checkpoint as a job of N ranks would have saved it, optimizer and objects included.
+
+    Without SRC: the checkpoint in the current directory, or the newest complete one of the run in or below it. Without
+    DST: <RUN>-ws<N>/<STEP> beside the run directory. Tensors that were sharded along one dimension are sharded along it
+    over N; whole ones stay whole. Every checksum of the source is checked on the way.
+
+    Runs a gloo process group of a few local workers; under torchrun it joins torchrun's group instead.
+    """
+    from dcptool.cli.progress import bar
+    from dcptool.render.reshard import plan_text, resharded_json, resharded_line
+    from dcptool.render.text import shown
+    from dcptool.resharding import ReshardOptions, options_problem, speaks_for_all
+    from dcptool.resharding import reshard as reshard_path
+
+    chosen = ReshardOptions(
+        world_size,
+        like,
+        mesh,
+        placements,
+        files,
+        keys,
+        exclude,
+        workers,
+        threads,
+        timeout,
+        overwrite,
+        check,
+        also,
+    )
+    problem = options_problem(chosen)
+    if problem:
+        raise click.UsageError(problem)
+    with bar(quiet) as progress:
+        done = reshard_path(source, target, chosen, dry_run=dry_run, progress=progress)
+    quiet = quiet or not speaks_for_all()
+    if as_json and not quiet:
+        options.print_json(resharded_json(done))
+    elif not quiet:
+        for note in done.notes:
+            click.echo(f"note: {shown(note)}", err=True)
+        click.echo(plan_text(done) if dry_run else resharded_line(done))
+    return 0

@@ -1,0 +1,232 @@
+"""What each process of the group does: rank 0 plans, all write their files, rank 0 checks, seals and publishes.
+
+No member raises between two meetings: what goes wrong is gathered, so that all of them end together and with the same
+error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple, cast
+
+from dcptool.checkpoint import Checkpoint
+from dcptool.copying import CopyReport, Progress, copy, memory_nbytes, settle
+from dcptool.errors import DcptoolError, ItemError, WorkerError
+from dcptool.findings import Finding
+from dcptool.formats.dcp.write import Arrangement, data_files
+from dcptool.formats.detect import open_checkpoint
+from dcptool.guards import damaged, leftover_notes, require_equal, require_same
+from dcptool.model import OutputFile
+from dcptool.publishing import Target, prepare
+from dcptool.regions import Box
+from dcptool.resharding.group import Group, blocks
+from dcptool.resharding.plan import Plan, ReshardOptions, make_plan
+from dcptool.selection import select
+from dcptool.storage import LocalStorage, is_url, storage_at
+
+OPEN_FILES = 128
+"""Files a process writes side by side; each gathers small writes in memory."""
+OPEN_OBJECTS = 4
+"""The same in an object store, whose clients hold a part of some MiB of each."""
+
+
+class Resharded(NamedTuple):
+    """What was written, or would be.
+
+    Attributes:
+        source, path: of the source and of the output.
+        world_size: ranks of the target.
+        n_tensors, n_objects: how many are in it.
+        nbytes: of all tensors' values.
+        rank_nbytes: bytes of each rank's data file.
+        metadata_nbytes: bytes of `.metadata` and of the marker.
+        workers: processes that shared the work, or would.
+        memory_nbytes: bytes of buffers in each of them.
+        seconds: wall time, torch's start included.
+        notes: worth knowing, one sentence each.
+        published: whether it was written.
+    """
+
+    source: str
+    path: str
+    world_size: int
+    n_tensors: int
+    n_objects: int
+    nbytes: int
+    rank_nbytes: tuple[int, ...]
+    metadata_nbytes: int
+    workers: int
+    memory_nbytes: int
+    seconds: float
+    notes: tuple[str, ...]
+    published: bool
+
+    @property
+    def nbytes_out(self) -> int:
+        """Bytes of all files."""
+        return sum(self.rank_nbytes) + self.metadata_nbytes
+
+
+class _Work(NamedTuple):
+    """What rank 0 tells the others: what to read, where to write, and each one's share of the files."""
+
+    source: str
+    target: str
+    files: list[dict[str, list[tuple[str, Box | None]]]]
+
+
+class _Outcome(NamedTuple):
+    """What one member did: its report, or the error that ended it."""
+
+    report: CopyReport | None = None
+    error: DcptoolError | None = None
+
+
+def summarize_plan(plan: Plan, options: ReshardOptions, workers: int, seconds: float, published: bool) -> Resharded:
+    """Return a plan as a result."""
+    threads = options.threads or 1
+    return Resharded(
+        plan.source.path,
+        plan.target,
+        plan.n_ranks,
+        len(plan.selection.tensors),
+        len(plan.selection.objects),
+        sum(item.nbytes for item in plan.selection.tensors),
+        tuple(file.nbytes for file in plan.layout.files),
+        sum(file.nbytes for file in plan.layout.last),
+        workers,
+        memory_nbytes(1, threads),
+        seconds,
+        (*plan.notes, *leftover_notes(plan.target)),
+        published,
+    )
+
+
+def run_member(
+    group: Group,
+    source: str | None,
+    target: str | None,
+    options: ReshardOptions,
+    began: float,
+    progress: Progress | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> Resharded:
+    """Take part in a reshard; all members return the same, or raise the same.
+
+    Args:
+        group: of all members.
+        source, target, options: as in `make_plan`; only rank 0's count.
+        began: `time.perf_counter()` at the start.
+        progress: told the bytes this member writes.
+        announce: told, on rank 0, where temporary output will be.
+
+    Raises:
+        DcptoolError: as `make_plan`, and what a member met; nothing is published.
+    """
+    with ExitStack() as stack:
+        plan: Plan | None = None
+        place: Target | None = None
+        told: _Work | DcptoolError | None = None
+        if group.rank == 0:
+            try:
+                plan = make_plan(source, target, options)
+                place = stack.enter_context(
+                    prepare(plan.target, False, plan.nbytes, options.overwrite, plan.source.path)
+                )
+                if announce:
+                    announce(place.written)
+                told = _Work(plan.source.path, place.written, _shares(plan, group.size))
+            except DcptoolError as error:
+                told = error
+        work = _agreed(group, group.share(told))
+        outcome = _write(group, work, plan, options, progress)
+        if outcome.error:
+            group.fail()
+        outcomes: list[_Outcome] = group.gather(outcome)
+        result: Resharded | DcptoolError | None = None
+        if plan and place:
+            try:
+                _require_written(plan, outcomes, options)
+                _seal(plan, place, options, progress)
+                result = summarize_plan(plan, options, group.size, time.perf_counter() - began, True)
+            except DcptoolError as error:
+                result = error
+        return cast(Resharded, _agreed(group, group.share(result)))
+
+
+def _agreed(group: Group, shared: Any) -> Any:
+    """Return what rank 0 shared, or raise it: on the other ranks marked as told by rank 0."""
+    if isinstance(shared, DcptoolError):
+        shared.told_elsewhere = group.rank != 0
+        raise shared
+    return shared
+
+
+def _shares(plan: Plan, n_members: int) -> list[dict[str, list[tuple[str, Box | None]]]]:
+    """Give each member the files of a contiguous block of ranks."""
+    files = plan.arrangement.files
+    return [{name: list(files[name]) for name in block} for block in blocks(list(files), n_members)]
+
+
+def _write(
+    group: Group, work: _Work, plan: Plan | None, options: ReshardOptions, progress: Progress | None
+) -> _Outcome:
+    """Write this member's files."""
+
+    def told(nbytes: int) -> None:
+        if group.failed.is_set():
+            raise WorkerError(STOPPED)
+        if progress:
+            progress(nbytes)
+
+    try:
+        source = plan.source if plan else open_checkpoint(work.source, options.also)
+        selection = plan.selection if plan else select(source, options.keys, options.exclude)
+        files = data_files(source, selection, Arrangement(work.files[group.rank], {}))
+        storage = storage_at(work.target) if is_url(work.target) else LocalStorage(work.target)
+        step = OPEN_OBJECTS if is_url(work.target) else OPEN_FILES
+        groups: list[list[OutputFile]] = [files[start : start + step] for start in range(0, len(files), step)]
+        return _Outcome(copy(source, groups, storage, options.threads or 1, told, shared=True))
+    except DcptoolError as error:
+        return _Outcome(error=error)
+    except MemoryError:
+        return _Outcome(error=WorkerError(f"rank {group.rank} has no memory left; --threads 1 or fewer --workers"))
+    except Exception as error:  # a bug: the others must end too
+        return _Outcome(error=WorkerError(f"rank {group.rank} failed: {type(error).__name__}: {error}"))
+
+
+STOPPED = "stopped, because another process failed"
+
+
+def _require_written(plan: Plan, outcomes: list[_Outcome], options: ReshardOptions) -> None:
+    """Raise what went wrong, the cause before what followed from it; check the records that several read parts of."""
+    errors = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error]
+    if errors:
+        rank, first = next((pair for pair in errors if str(pair[1]) != STOPPED), errors[0])
+        where = f"rank {rank} of {len(outcomes)}: " if len(outcomes) > 1 and not isinstance(first, WorkerError) else ""
+        raise type(first)(f"{where}{first}")
+    reports = [outcome.report for outcome in outcomes if outcome.report]
+    failures: dict[Any, Finding] = {}
+    for report in reports:
+        failures |= {(finding.fqn, finding.file, finding.byte_range): finding for finding in report.failures}
+    partly_read = [found for report in reports for found in report.partly_read]
+    for finding in settle(plan.source, partly_read, options.threads or 2):
+        failures.setdefault((finding.fqn, finding.file, finding.byte_range), finding)
+    if failures:
+        raise ItemError(damaged(plan.source, list(failures.values()), ""))
+
+
+def _seal(plan: Plan, place: Target, options: ReshardOptions, progress: Progress | None) -> None:
+    """Write what makes the output complete, look at it, and give it its name."""
+    for file in plan.layout.last:
+        copy(plan.source, [place.named([file])], place.storage, 1, progress)
+    require_same(place, plan.layout.files, plan.selection)
+    if options.check:
+        require_equal(plan.source, _opened(place), plan.selection, options.threads or 2)
+    place.publish(options.overwrite)
+
+
+def _opened(place: Target) -> Checkpoint:
+    return open_checkpoint(place.written)

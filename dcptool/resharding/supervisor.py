@@ -1,0 +1,184 @@
+"""Fork the processes of a group, watch them, and end all when one is lost. Does no work itself.
+
+torch is imported before the fork, once for all; nothing that has threads is.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from dcptool.copying import Progress
+from dcptool.errors import DcptoolError, WorkerError
+from dcptool.resharding.group import Group
+from dcptool.resharding.member import Resharded, run_member
+from dcptool.resharding.plan import ReshardOptions
+from dcptool.storage import is_temporary
+
+TOLD_SECONDS = 0.1
+"""How often a worker tells its bytes."""
+GRACE_SECONDS = 2.0
+"""How long a worker may take to end by itself once it is told to."""
+
+
+def run_workers(
+    n_workers: int,
+    source: str | None,
+    target: str | None,
+    options: ReshardOptions,
+    began: float,
+    progress: Progress | None,
+) -> Resharded:
+    """Reshard with a group of forked processes.
+
+    Args:
+        n_workers: how many.
+        source, target, options, began: see `run_member`.
+        progress: told the bytes as they are written.
+
+    Raises:
+        DcptoolError: what the workers say, or that one of them was lost; nothing is published.
+    """
+    import torch.distributed  # noqa: F401
+
+    with tempfile.TemporaryDirectory(prefix="dcptool-") as folder:
+        watch = _Watch(progress)
+        try:
+            for rank in range(n_workers):
+                watch.start(rank, n_workers, folder, source, target, options, began)
+            return watch.result()
+        finally:
+            watch.end()
+
+
+class _Watch:
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self._context = multiprocessing.get_context("fork")
+        self._workers: dict[Connection, Any] = {}
+        self._temporary = ""
+
+    def start(self, rank: int, size: int, *rest: Any) -> None:
+        ours, theirs = self._context.Pipe(duplex=False)
+        worker = self._context.Process(target=_work, args=(theirs, rank, size, *rest), name=f"dcptool rank {rank}")
+        worker.start()
+        theirs.close()
+        self._workers[ours] = worker
+
+    def result(self) -> Resharded:
+        """Wait for all workers and return what they agree on.
+
+        Raises:
+            DcptoolError: their error, or that one was lost.
+        """
+        waiting = dict(self._workers)
+        found: Resharded | DcptoolError | None = None
+        while waiting:
+            ready: list[Any] = wait(list(waiting))
+            for pipe in ready:
+                try:
+                    kind, value = pipe.recv()
+                except (EOFError, OSError):
+                    worker = waiting.pop(pipe)
+                    worker.join()
+                    if worker.exitcode and not isinstance(found, DcptoolError):
+                        raise WorkerError(_lost(worker, len(self._workers))) from None
+                    continue
+                if kind == "bytes" and self._progress:
+                    self._progress(value)
+                elif kind == "temporary":
+                    self._temporary = value
+                elif kind == "result":
+                    found = found or value
+        if isinstance(found, DcptoolError):
+            raise found
+        if found is None:
+            raise WorkerError("the workers ended without a result; this is a bug")
+        return found
+
+    def end(self) -> None:
+        """End every worker that is left, and remove what rank 0 can no longer remove. Never raises."""
+        alive = [worker for worker in self._workers.values() if worker.is_alive()]
+        for worker in alive:
+            worker.terminate()
+        deadline = time.monotonic() + GRACE_SECONDS
+        for worker in alive:
+            worker.join(max(0.0, deadline - time.monotonic()))
+        for worker in alive:
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+        if self._temporary and is_temporary(self._temporary):
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _lost(worker: Any, size: int) -> str:
+    code = worker.exitcode
+    how = f"ended with exit code {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+        how += " (out of memory?)" if -code == signal.SIGKILL else ""
+    return f"{worker.name} of {size} {how}; nothing was published"
+
+
+def _work(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    folder: str,
+    source: str | None,
+    target: str | None,
+    options: ReshardOptions,
+    began: float,
+) -> None:
+    """Be one of the workers; the parent handles Ctrl-C and ends this process by SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    import torch.distributed as dist
+
+    tell = _Telling(pipe)
+    group: Group | None = None
+    try:
+        store = dist.FileStore(os.path.join(folder, "store"), size)
+        group = Group(store, rank, size, options.timeout)
+        found: Any = run_member(group, source, target, options, began, tell.nbytes, tell.temporary)
+    except DcptoolError as error:
+        found = error
+    tell.result(found)
+    if group:
+        group.leave()
+    pipe.close()
+
+
+class _Telling:
+    """Tells the parent what happens; bytes at most every TOLD_SECONDS."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._nbytes, self._last = pipe, 0, 0.0
+
+    def nbytes(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        now = time.monotonic()
+        if now - self._last > TOLD_SECONDS:
+            self._send("bytes", self._nbytes)
+            self._nbytes, self._last = 0, now
+
+    def temporary(self, path: str) -> None:
+        self._send("temporary", path)
+
+    def result(self, value: Any) -> None:
+        self._send("bytes", self._nbytes)
+        self._send("result", value)
+
+    def _send(self, kind: str, value: Any) -> None:
+        with suppress(OSError):
+            self._pipe.send((kind, value))
