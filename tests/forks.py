@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    ["torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor", "dcptool.training", "pytest"]
+    [
+        "torch.distributed.checkpoint",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "dcptool.training",
+        "torch._dynamo",
+        "pytest",
+    ]
 )
 
 

@@ -16,15 +16,13 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-
 from dcptool.errors import TrainingError
 from dcptool.storage import is_url, join
 from dcptool.training.ranks import Ranks
 from dcptool.training.restoring import Restored, load_model_only, restore_newest
-from dcptool.training.saving import Times, make_room, make_writer, mark_saved, step_name, tidy
+from dcptool.training.saving import Times, make_room, mark_saved, step_name, tidy, write
 from dcptool.training.staging import Stager
-from dcptool.training.state import TrainState
+from dcptool.training.state import TrainState, digests_of
 
 logger = logging.getLogger("dcptool.training")
 
@@ -71,6 +69,7 @@ class CheckpointManager:
         self._signalled = threading.Event()
         self._handlers: dict[signal.Signals, Any] = {}
         self._closed = False
+        self._said: set[str] = set()
         self._listen(stop_on)
 
     def __enter__(self) -> CheckpointManager:
@@ -93,7 +92,7 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         path = self._begin(step)
-        tree = self._ranks.agree(f"{path} was not saved", state.state_dict)
+        tree = self._state_of(state, path)
         self._write(path, step, tree, self._ranks, lambda: Times(*[time.perf_counter() - began] * 2))
         return path
 
@@ -113,7 +112,7 @@ class CheckpointManager:
         """
         began = time.perf_counter()
         path = self._begin(step)
-        tree = self._ranks.agree(f"{path} was not saved", state.state_dict)
+        tree = self._state_of(state, path)
         try:
             staged = self._ranks.agree(f"{path} was not saved", lambda: self._stager.stage(tree, state.optimizers))
         except BaseException:
@@ -219,12 +218,20 @@ class CheckpointManager:
         self._ranks.on_first(f"{path} was not saved", lambda: make_room(self.root, step))
         return path
 
+    def _state_of(self, state: TrainState, path: str) -> dict[str, Any]:
+        """Return the state to save; say which extras are not the same on all ranks, for one rank's is saved."""
+        tree = self._ranks.agree(f"{path} was not saved", state.state_dict)
+        digests = self._ranks.agree(f"{path} was not saved", lambda: digests_of(state, tree))
+        everywhere = self._ranks.gather(digests)
+        for name in sorted(digests.keys() - self._said):
+            if self._ranks.rank == 0 and len({found.get(name) for found in everywhere}) > 1:
+                logger.warning("%s is not the same on all ranks; only one is saved. Per rank: per_rank=", name)
+                self._said.add(name)
+        return tree
+
     def _write(self, path: str, step: int, tree: dict[str, Any], ranks: Ranks, times: Callable[[], Times]) -> None:
         """Write a step, mark it once all ranks have, and delete older ones; in whichever thread."""
-        ranks.agree(
-            f"{path} was not saved",
-            lambda: dcp.save(tree, storage_writer=make_writer(path), process_group=ranks.group),
-        )
+        ranks.agree(f"{path} was not saved", lambda: write(tree, path, ranks.group))
 
         def finish() -> None:
             mark_saved(path, step, ranks.world_size, times())

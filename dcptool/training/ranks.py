@@ -6,6 +6,8 @@ Without a process group there is one rank. Knows nothing of checkpoints.
 
 from __future__ import annotations
 
+import functools
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -95,6 +97,35 @@ def reasons(error: BaseException, rank: int) -> dict[int, str]:
     if isinstance(error, CheckpointException):
         return {failed: _one_line(cause[0]) for failed, cause in error.failures.items()}
     return {rank: _one_line(error)}
+
+
+def sendable(base: type[Any], *methods: str) -> type[Any]:
+    """Return a class like `base` whose methods raise nothing that cannot get to the other ranks.
+
+    torch sends what a planner, writer or reader raises to all ranks, as a pickle. An error that cannot be pickled, or
+    not be made again from its pickle, would leave them waiting for one another.
+    """
+
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*arguments: Any, **options: Any) -> Any:
+            try:
+                return method(*arguments, **options)
+            except Exception as error:
+                if _can_be_sent(error):
+                    raise
+                raise TrainingError(_one_line(error)) from None
+
+        return call
+
+    return type(base.__name__, (base,), {name: guarded(getattr(base, name)) for name in methods})
+
+
+def _can_be_sent(error: Exception) -> bool:
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)  # noqa: S301 our own bytes
+    except Exception:
+        return False
 
 
 def _one_line(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from dcptool.runs import runs_at
 from dcptool.storage import locate
 from dcptool.summary import world_size
 from dcptool.training.optimizers import loading
-from dcptool.training.ranks import Ranks
+from dcptool.training.ranks import Ranks, sendable
 from dcptool.training.reader import Reader
 from dcptool.training.saving import NO_GRACE
 from dcptool.training.state import MODEL, UNSTARTED, TrainState, rank_key
@@ -205,8 +205,10 @@ def _restore(step: int, path: str, state: TrainState, ranks: Ranks, strict: bool
 
 
 def _load(tree: dict[str, Any], checkpoint: Checkpoint, ranks: Ranks, strict: bool) -> None:
-    planner = DefaultLoadPlanner(**({} if strict else {"allow_partial_load": True}))
-    reader = Reader(checkpoint)
+    planner = sendable(
+        DefaultLoadPlanner, "set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "load_bytes"
+    )(**({} if strict else {"allow_partial_load": True}))
+    reader = sendable(Reader, "read_metadata", "set_up_storage_reader", "read_data")(checkpoint)
     ranks.agree("loading it", lambda: dcp.load(tree, storage_reader=reader, planner=planner, process_group=ranks.group))
 
 

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint import FileSystemWriter, StorageWriter
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
-from dcptool.errors import CheckpointNotFoundError, DcptoolError, ItemError, OutputExistsError, StorageError
+from dcptool.errors import CheckpointNotFoundError, DcptoolError, ItemError, OutputExistsError
 from dcptool.formats.dcp.reader import METADATA, data_file_rank, rank_metadata
 from dcptool.marker import FOREIGN, NAME, Marker
 from dcptool.marking import make_marker
 from dcptool.retention import Deleted, delete_steps, make_plan
 from dcptool.steps import step_number
 from dcptool.storage import LocalStorage, Storage, is_url, join, locate, storage_at
+from dcptool.training.ranks import sendable
 from dcptool.verdict import Rules, State, judge
 
 logger = logging.getLogger("dcptool.training")
@@ -99,49 +98,24 @@ def storage_of(root: str) -> Storage:
     return storage_at(root) if is_url(root) else LocalStorage(root)
 
 
-def make_writer(path: str) -> StorageWriter:
-    """Return torch's writer for a local path or a URL; its errors get to every rank."""
-    if not is_url(path):
-        return _writer_class(FileSystemWriter)(path)
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+def write(tree: dict[str, Any], path: str, group: Any) -> None:
+    """Write a state with torch, on all ranks of a group.
 
-    return _writer_class(FsspecWriter)(path)
+    Args:
+        tree: nested dicts, as torch.distributed.checkpoint takes them.
+        path: local path or URL of the checkpoint.
+        group: the process group; None without one.
+    """
+    writer: Any = FileSystemWriter
+    if is_url(path):
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-
-def _writer_class(base: Any) -> Any:
-    """Return a writer whose errors can be pickled: one that cannot be lets the other ranks wait for ever."""
-
-    class Writer(base):  # type: ignore[misc]
-        def prepare_local_plan(self, plan: Any) -> Any:
-            with _plain_errors():
-                return super().prepare_local_plan(plan)
-
-        def write_data(self, plan: Any, planner: Any) -> Any:
-            with _plain_errors():
-                return super().write_data(plan, planner)
-
-        def finish(self, metadata: Any, results: Any) -> None:
-            with _plain_errors():
-                super().finish(metadata, results)
-
-    return Writer
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if not _can_be_sent(error):
-            raise StorageError(f"{type(error).__name__}: {error}") from None
-        raise
-
-
-def _can_be_sent(error: Exception) -> bool:
-    try:
-        return type(pickle.loads(pickle.dumps(error))) is type(error)  # noqa: S301 our own bytes
-    except Exception:
-        return False
+        writer = FsspecWriter
+    writer = sendable(
+        writer, "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish"
+    )
+    planner = sendable(DefaultSavePlanner, "set_up_planner", "create_local_plan", "create_global_plan", "finish_plan")
+    dcp.save(tree, storage_writer=writer(path), planner=planner(), process_group=group)
 
 
 def mark_saved(path: str, step: int, world_size: int, times: Times) -> Marker:
