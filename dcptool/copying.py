@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from dcptool.checkpoint import Checkpoint
 from dcptool.errors import DcptoolError, LayoutError
-from dcptool.fill import crc32
+from dcptool.fill import RecordCheck, crc32
 from dcptool.findings import Finding, Severity
 from dcptool.model import Closing, Fill, Literal, OutputFile, Record, Verbatim
-from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, RecordCheck, TensorReader, Where
+from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, TensorReader, Where
 from dcptool.storage import Sink, Storage
 
 MAX_THREADS = 8

@@ -5,6 +5,7 @@ Knows payloads and bytes, no format and no tensor names. No mmap: a file cut sho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ def fill(
     """Copy the box of a payload that begins at `start` and has `out`'s shape into `out`.
 
     Only the bytes between wanted elements that lie close together are read besides the wanted ones. When that was
-    every byte of the record, in order, its CRC32 is checked.
+    every byte of the record, each once, its CRC32 is checked.
 
     Args:
         payload: where the elements are; its record lies wholly inside the file.
@@ -51,8 +52,8 @@ def fill(
 
     itemsize = out.dtype.itemsize
     record = payload.record
-    checksum = _Checksum(record)
-    told = update or checksum.update
+    check = RecordCheck(record)
+    told = update or check.update
     strides = payload.strides
     first = payload.storage_offset + sum(index * stride for index, stride in zip(start, strides, strict=True))
     # Widest stride first: blocks are then cut, and read, in the order of the file.
@@ -81,8 +82,9 @@ def fill(
 
     if out.size:
         copy(first, out.transpose(order))
-    if update is None:
-        checksum.check()
+    problem = "" if update else check.problem_if_whole()
+    if problem:
+        raise ItemError(problem)
     parts = [out[name] for name in out.dtype.names] if out.dtype.names else [out]
     if payload.conj and out.dtype.names:
         np.negative(parts[1], out=parts[1])
@@ -92,35 +94,60 @@ def fill(
         np.negative(part, out=part)
 
 
-class _Checksum:
-    """CRC32 of a record, as long as its bytes come in order and all of them come."""
+class RecordCheck:
+    """The CRC32 of a record from pieces that come in any order and from several threads, each once."""
 
     def __init__(self, record: Record) -> None:
-        self.record, self.crc32, self.position = record, 0, 0
+        self.record = record
+        self._crc32 = self._position = 0  # of the bytes that came in order from the first on, which most do
+        self._others: dict[int, tuple[int, int]] = {}
 
-    def update(self, byte_offset: int, window: memoryview) -> None:
-        if self.record.crc32 is None or byte_offset != self.position:
-            self.position = -1
-            return
-        self.crc32 = crc32(window, self.crc32)
-        self.position += len(window)
+    def update(self, byte_offset: int, data: memoryview) -> None:
+        """Take note of the bytes at an offset inside the record."""
+        if byte_offset == self._position:
+            self._crc32 = crc32(data, self._crc32)
+            self._position += len(data)  # last: whoever has what follows must find the CRC of what stands before
+        else:
+            self._others[byte_offset] = len(data), crc32(data)
 
-    def check(self) -> None:
-        record = self.record
-        if record.crc32 is None or self.position != record.nbytes or self.crc32 == record.crc32:
-            return
-        raise ItemError(
-            f"bytes were changed since they were saved: record {record.name} has CRC32 {self.crc32:08x}, "
-            f"stored is {record.crc32:08x}"
+    def problem(self) -> str:
+        """Say what is wrong once all pieces were read; "" if nothing is, or the writer stored no checksum."""
+        return self._problem(f"not all of record {self.record.name} was read, or some of it twice")
+
+    def problem_if_whole(self) -> str:
+        """Say what is wrong if every byte was read; of a part nothing can be said."""
+        return self._problem("")
+
+    def _problem(self, of_parts: str) -> str:
+        if self.record.crc32 is None:
+            return ""
+        value, position = self._crc32, self._position
+        for start, (nbytes, piece) in sorted(self._others.items()):
+            if start != position:
+                return of_parts
+            value = _zlib().crc32_combine(value, piece, nbytes)
+            position += nbytes
+        if position != self.record.nbytes:
+            return of_parts
+        if value == self.record.crc32:
+            return ""
+        return (
+            f"bytes were changed since they were saved: record {self.record.name} has CRC32 {value:08x}, "
+            f"stored is {self.record.crc32:08x}"
         )
 
 
 def crc32(data: bytes | memoryview, value: int = 0) -> int:
     """Return the CRC32 of `data`, continuing from `value`; zlib's polynomial, several times its speed."""
+    result: int = _zlib().crc32(data, value)
+    return result
+
+
+@functools.cache
+def _zlib() -> Any:
     from zlib_ng import zlib_ng
 
-    result: int = zlib_ng.crc32(data, value)
-    return result
+    return zlib_ng
 
 
 def numpy_empty(shape: Ints, dtype: str) -> np.ndarray[Any, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, Entry, TensorEntry, require_box
 from dcptool.errors import DcptoolError, ItemError, LayoutError
-from dcptool.fill import crc32, fill
+from dcptool.fill import RecordCheck, fill
 from dcptool.model import Chunk, Fill, Ints, Payload, Record
 from dcptool.regions import Box, intersect, is_contiguous, volume
 
@@ -27,46 +27,6 @@ BAND_NBYTES = 8 << 20
 
 Where = tuple[str, Chunk | None, Record | None]
 """What a failure is about: fqn, chunk, record."""
-
-
-class RecordCheck:
-    """The CRC32 of a record from pieces that come in any order, each once."""
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self._pieces: dict[int, tuple[int, int]] = {}
-
-    def update(self, byte_offset: int, data: memoryview) -> None:
-        """Take note of the bytes at an offset inside the record."""
-        self._pieces[byte_offset] = len(data), crc32(data)
-
-    def problem(self) -> str:
-        """Say what is wrong once all pieces were read; "" if nothing is, or the writer stored no checksum."""
-        if self.record.crc32 is None:
-            return ""
-        value, position = 0, 0
-        for start in sorted(self._pieces):
-            nbytes, piece = self._pieces[start]
-            if start != position:
-                return f"bytes {position}–{start} of record {self.record.name} were not read"
-            value = combine(value, piece, nbytes)
-            position += nbytes
-        if position != self.record.nbytes:
-            return f"only {position} of {self.record.nbytes} bytes of record {self.record.name} were read"
-        if value != self.record.crc32:
-            return (
-                f"bytes were changed since they were saved: record {self.record.name} has CRC32 {value:08x}, "
-                f"stored is {self.record.crc32:08x}"
-            )
-        return ""
-
-
-def combine(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC32 of two runs of bytes put together, from those of each and the length of the second."""
-    from zlib_ng import zlib_ng
-
-    result: int = zlib_ng.crc32_combine(first, second, nbytes)
-    return result
 
 
 class Band(NamedTuple):

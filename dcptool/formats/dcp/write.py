@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint
 from dcptool.errors import LayoutError
-from dcptool.formats.dcp.reader import METADATA, data_file_rank
+from dcptool.formats.dcp.reader import METADATA, collector_paused, data_file_rank
 from dcptool.formats.torch_graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
-from dcptool.formats.torch_zip_write import Member, lay_out_zip
+from dcptool.formats.torch_zip_write import Member, Template, lay_out_zip, template
 from dcptool.marker import NAME, Marker
 from dcptool.model import Fill, Ints, Literal, OutputFile, Part, Verbatim
 from dcptool.pickles.emit import call, emit, new, ref
@@ -52,6 +52,7 @@ class DcpLayout(NamedTuple):
     notes: tuple[str, ...]
 
 
+@collector_paused()
 def lay_out_dcp(checkpoint: Checkpoint, selection: Selection, path: str, writer: str = "convert") -> DcpLayout:
     """Lay out a selection.
 
@@ -142,28 +143,36 @@ def _data_file(checkpoint: Checkpoint, name: str, items: Sequence[_Item]) -> tup
     places: list[Place] = []
     position = slot = 0
     for item, box in items:
-        members = _tensor_members(item, box) if isinstance(item, SelectedTensor) else _object_members(checkpoint, item)
-        more, nbytes = lay_out_zip(members, slot)
+        if isinstance(item, SelectedTensor):
+            offsets, sizes = box or ((), ())
+            zipped = _tensor_zip(item.dtype, sizes)
+            fill = Fill(item.entry.fqn, offsets, sizes, item.dtype, _nbytes(item.dtype, sizes))
+            more: list[Part] = [Literal(zipped.head), fill, zipped.closing(slot)]
+            nbytes = sum(part.nbytes for part in more)
+            slot += 1
+        else:
+            members = _object_members(checkpoint, item)
+            more, nbytes = lay_out_zip(members, slot)
+            slot += sum(not isinstance(member.part, Literal) for member in members)
         parts += more
         places.append(Place(item.name, box[0] if box else None, name, position, nbytes))
         position += nbytes
-        slot += sum(not isinstance(member.part, Literal) for member in members)
     return OutputFile(name, position, parts), places
 
 
-def _tensor_members(item: SelectedTensor, box: Box | None) -> list[Member]:
-    offsets, sizes = box or ((), ())
-    nbytes = volume(sizes) * dtypes.lookup(item.dtype).itemsize
-    return [
-        Member("data.pkl", Literal(_tensor_pickle(item.dtype, sizes))),
-        Member("data/0", Fill(item.entry.fqn, offsets, sizes, item.dtype, nbytes)),
+def _nbytes(dtype: str, sizes: Ints) -> int:
+    return volume(sizes) * dtypes.lookup(dtype).itemsize
+
+
+@functools.lru_cache(1024)
+def _tensor_zip(dtype: str, sizes: Ints) -> Template:
+    """Return the zip of one chunk; a checkpoint has few different ones."""
+    members = [
+        Member("data.pkl", Literal(emit(tensor_node(dtype, sizes, "0"), 2))),
+        Member("data/0", Fill("", (), sizes, dtype, _nbytes(dtype, sizes))),
         *(Member(name, Literal(content)) for name, content in TAIL),
     ]
-
-
-@functools.lru_cache(4096)
-def _tensor_pickle(dtype: str, sizes: Ints) -> bytes:
-    return emit(tensor_node(dtype, sizes, "0"), 2)
+    return template(members)
 
 
 def _object_members(checkpoint: Checkpoint, item: SelectedObject) -> list[Member]:
