@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 from dcptool.checkpoint import Checkpoint, TensorEntry
 from dcptool.errors import DcptoolError, LayoutError
-from dcptool.fill import crc32
+from dcptool.fill import Piece, RecordCheck, crc32
 from dcptool.findings import Finding, Severity
 from dcptool.model import Fill, Literal, OutputFile, Record
-from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, Piece, RecordCheck, TensorReader, Where, check_whole
+from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, TensorReader, Where, check_whole
 from dcptool.schedule import Begin, Bytes, Carried, End, Output, Run, Share, Step, schedule
 from dcptool.storage import Storage
 

@@ -5,8 +5,9 @@ Knows payloads and bytes, no format and no tensor names. No mmap: a file cut sho
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool import dtypes
 from dcptool.errors import ItemError
@@ -35,7 +36,7 @@ def fill(
     """Copy the box of a payload that begins at `start` and has `out`'s shape into `out`.
 
     Only the bytes between wanted elements that lie close together are read besides the wanted ones. When that was
-    every byte of the record, in order, its CRC32 is checked.
+    every byte of the record, each once, its CRC32 is checked.
 
     Args:
         payload: where the elements are; its record lies wholly inside the file.
@@ -51,8 +52,8 @@ def fill(
 
     itemsize = out.dtype.itemsize
     record = payload.record
-    checksum = _Checksum(record)
-    told = update or checksum.update
+    check = RecordCheck(record)
+    told = update or check.update
     strides = payload.strides
     first = payload.storage_offset + sum(index * stride for index, stride in zip(start, strides, strict=True))
     # Widest stride first: blocks are then cut, and read, in the order of the file.
@@ -81,8 +82,9 @@ def fill(
 
     if out.size:
         copy(first, out.transpose(order))
-    if update is None:
-        checksum.check()
+    problem = "" if update else check.problem_if_whole()
+    if problem:
+        raise ItemError(problem)
     parts = [out[name] for name in out.dtype.names] if out.dtype.names else [out]
     if payload.conj and out.dtype.names:
         np.negative(parts[1], out=parts[1])
@@ -92,35 +94,69 @@ def fill(
         np.negative(part, out=part)
 
 
-class _Checksum:
-    """CRC32 of a record, as long as its bytes come in order and all of them come."""
+class Piece(NamedTuple):
+    """A run of bytes that was read of a record: its place there, its length in bytes, its CRC32."""
 
-    def __init__(self, record: Record) -> None:
-        self.record, self.crc32, self.position = record, 0, 0
+    byte_offset: int
+    nbytes: int
+    crc32: int
 
-    def update(self, byte_offset: int, window: memoryview) -> None:
-        if self.record.crc32 is None or byte_offset != self.position:
-            self.position = -1
-            return
-        self.crc32 = crc32(window, self.crc32)
-        self.position += len(window)
 
-    def check(self) -> None:
+class RecordCheck:
+    """The CRC32 of a record from pieces that come in any order, overlapping or not."""
+
+    def __init__(self, record: Record, pieces: Sequence[Piece] = ()) -> None:
+        self.record = record
+        self.pieces = list(pieces)
+
+    def update(self, byte_offset: int, data: memoryview) -> None:
+        """Take note of the bytes at an offset inside the record."""
+        if self.record.crc32 is not None:
+            self.pieces.append(Piece(byte_offset, len(data), crc32(data)))
+
+    def is_whole(self) -> bool:
+        """Tell whether there is nothing left to read to know: pieces make up the record, or it has no checksum."""
+        return self.record.crc32 is None or self._joined() is not None
+
+    def problem(self) -> str:
+        """Say what is wrong with the record, "" if nothing is, or the writer stored no checksum."""
         record = self.record
-        if record.crc32 is None or self.position != record.nbytes or self.crc32 == record.crc32:
-            return
-        raise ItemError(
-            f"bytes were changed since they were saved: record {record.name} has CRC32 {self.crc32:08x}, "
-            f"stored is {record.crc32:08x}"
-        )
+        if record.crc32 is None:
+            return ""
+        value = self._joined()
+        if value is None:
+            return f"only parts of record {record.name} were read"
+        if value != record.crc32:
+            return (
+                f"bytes were changed since they were saved: record {record.name} has CRC32 {value:08x}, "
+                f"stored is {record.crc32:08x}"
+            )
+        return ""
+
+    def problem_if_whole(self) -> str:
+        """Say what is wrong if every byte was read; of a part nothing can be said."""
+        return self.problem() if self.is_whole() else ""
+
+    def _joined(self) -> int | None:
+        """Return the CRC32 of all bytes from pieces that follow one another, None if no such pieces are there."""
+        reached = {0: 0}
+        for start, nbytes, value in sorted(self.pieces):
+            if start in reached:
+                reached.setdefault(start + nbytes, _zlib().crc32_combine(reached[start], value, nbytes))
+        return reached.get(self.record.nbytes)
 
 
 def crc32(data: bytes | memoryview, value: int = 0) -> int:
     """Return the CRC32 of `data`, continuing from `value`; zlib's polynomial, several times its speed."""
+    result: int = _zlib().crc32(data, value)
+    return result
+
+
+@functools.cache
+def _zlib() -> Any:
     from zlib_ng import zlib_ng
 
-    result: int = zlib_ng.crc32(data, value)
-    return result
+    return zlib_ng
 
 
 def numpy_empty(shape: Ints, dtype: str) -> np.ndarray[Any, Any]:

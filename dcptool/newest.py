@@ -12,7 +12,7 @@ from dcptool.formats.detect import find_parts
 from dcptool.marker import is_of_save, read_marker
 from dcptool.pointers import pointer_problems, read_pointers
 from dcptool.runs import find_runs, listed, require_run
-from dcptool.steps import step_number
+from dcptool.steps import step_number, step_order
 from dcptool.storage import Location, Storage, join, locate
 from dcptool.verdict import DEFAULT_RULES, Rules, State, Verdict
 from dcptool.verification import judge_step, missing_parts, without_marker
@@ -69,7 +69,7 @@ def find_steps(run_dir: str | os.PathLike[str]) -> tuple[Step, ...]:
     return tuple(Step(step_number(name) or 0, name, join(run.path, name)) for name in run.steps)
 
 
-def find_latest(run_dir: str | os.PathLike[str], rules: Rules = DEFAULT_RULES) -> Latest:
+def find_latest(run_dir: str | os.PathLike[str], rules: Rules = DEFAULT_RULES, *, before: str | None = None) -> Latest:
     """Find the newest complete step of a run directory, newest first.
 
     Every step is judged by what is in it. Of steps older than the answer at most the markers and the listings are read.
@@ -77,6 +77,7 @@ def find_latest(run_dir: str | os.PathLike[str], rules: Rules = DEFAULT_RULES) -
     Args:
         run_dir: local path or URL.
         rules: how closely to look, and what is asked; see `Rules`.
+        before: name of a step; only what stands before it is looked at.
 
     Returns:
         The newest complete step, why newer ones were passed over, and what pointers say that is not so.
@@ -96,7 +97,7 @@ def find_latest(run_dir: str | os.PathLike[str], rules: Rules = DEFAULT_RULES) -
     storage = locate(run.path).storage
     skipped: list[Verdict] = []
     answer: Verdict | None = None
-    newest_first = run.steps[::-1]
+    newest_first = [name for name in run.steps[::-1] if before is None or step_order(name) < step_order(before)]
     for position, name in enumerate(newest_first):
         verdict = judge_step(run, name, rules)
         if verdict is None:  # deleted meanwhile

@@ -165,6 +165,8 @@ def _require_space(folder: str, nbytes: int) -> None:
         folder = os.path.dirname(folder) or "."
     if not os.path.isdir(folder):
         raise StorageError(f"{folder} is no folder: nothing can be written below it")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StorageError(f"{folder} cannot be written to: no permission, or a file system mounted read-only")
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:

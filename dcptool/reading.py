@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, Entry, TensorEntry, require_box
 from dcptool.errors import DcptoolError, LayoutError
-from dcptool.fill import crc32, fill
+from dcptool.fill import RecordCheck, fill
 from dcptool.model import Chunk, Fill, Payload, Record
 from dcptool.regions import Box, bounding, intersect, volume
 
@@ -26,62 +26,6 @@ BAND_NBYTES = 8 << 20
 
 Where = tuple[str, Chunk | None, Record | None]
 """What a failure is about: fqn, chunk, record."""
-
-
-class Piece(NamedTuple):
-    """A run of bytes that was read of a record: its place there, its length in bytes, its CRC32."""
-
-    byte_offset: int
-    nbytes: int
-    crc32: int
-
-
-class RecordCheck:
-    """The CRC32 of a record from pieces that come in any order, overlapping or not."""
-
-    def __init__(self, record: Record, pieces: Sequence[Piece] = ()) -> None:
-        self.record = record
-        self.pieces = list(pieces)
-
-    def update(self, byte_offset: int, data: memoryview) -> None:
-        """Take note of the bytes at an offset inside the record."""
-        if self.record.crc32 is not None:
-            self.pieces.append(Piece(byte_offset, len(data), crc32(data)))
-
-    def is_whole(self) -> bool:
-        """Tell whether there is nothing left to read to know: pieces make up the record, or it has no checksum."""
-        return self.record.crc32 is None or self._joined() is not None
-
-    def problem(self) -> str:
-        """Say what is wrong with the record, "" if nothing is, or the writer stored no checksum."""
-        record = self.record
-        if record.crc32 is None:
-            return ""
-        value = self._joined()
-        if value is None:
-            return f"only parts of record {record.name} were read"
-        if value != record.crc32:
-            return (
-                f"bytes were changed since they were saved: record {record.name} has CRC32 {value:08x}, "
-                f"stored is {record.crc32:08x}"
-            )
-        return ""
-
-    def _joined(self) -> int | None:
-        """Return the CRC32 of all bytes from pieces that follow one another, None if no such pieces are there."""
-        reached = {0: 0}
-        for start, nbytes, value in sorted(self.pieces):
-            if start in reached:
-                reached.setdefault(start + nbytes, combine(reached[start], value, nbytes))
-        return reached.get(self.record.nbytes)
-
-
-def combine(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC32 of two runs of bytes put together, from those of each and the length of the second."""
-    from zlib_ng import zlib_ng
-
-    result: int = zlib_ng.crc32_combine(first, second, nbytes)
-    return result
 
 
 def check_whole(source: Checkpoint, record: Record) -> str:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool import dtypes
 from dcptool.errors import LayoutError
+from dcptool.fill import RecordCheck
 from dcptool.model import Closing, Fill, Literal, OutputFile, Part, Record, Verbatim
-from dcptool.reading import BAND_NBYTES, Band, RecordCheck, TensorReader, Where, inside
+from dcptool.reading import BAND_NBYTES, Band, TensorReader, Where, inside
 from dcptool.storage import Sink
 
 if TYPE_CHECKING:

@@ -275,6 +275,7 @@ def test_a_plan_has_the_memory_that_the_copy_needs(tmp_path):
     assert default_threads() <= 8
 
 
+READ_ONLY = "no permission, or a file system mounted read-only"
 SMALL_DISK = textwrap.dedent(
     """
     import json, os, shutil, sys
@@ -293,7 +294,13 @@ SMALL_DISK = textwrap.dedent(
                 convert(source, os.path.join(disk, name), to, ConvertOptions(threads=2))
             except DcptoolError as error:
                 results.append([to, lying, type(error).__name__, str(error), os.listdir(disk)])
-    open(os.path.join(disk, "later"), "w").close()
+    os.mkdir(os.path.join(disk, "sub"))
+    os.system(f"mount -o remount,ro {disk}")
+    shutil.disk_usage = usage
+    try:
+        convert(source, os.path.join(disk, "sub", "deeper", "m.pt"), "torch")
+    except DcptoolError as error:
+        results.append(["read-only", False, type(error).__name__, str(error), os.listdir(os.path.join(disk, "sub"))])
     print(json.dumps(results))
     """
 )
@@ -314,7 +321,8 @@ def test_a_disk_that_is_really_full(tmp_path):
         pytest.skip("mounting is not permitted here")
     python = shlex.join([sys.executable, "-c", SMALL_DISK, str(ROOT), str(tmp_path / "a.safetensors"), str(disk)])
     done = subprocess.run([*prefix, f"{mount} && exec {python}"], capture_output=True, text=True, check=True)
-    results = json.loads(done.stdout)
+    *results, read_only = json.loads(done.stdout)
+    assert read_only[2:] == ["StorageError", f"{disk}/sub cannot be written to: {READ_ONLY}", []]
     assert len(results) == 8
     for _, lying, error, message, left in results:
         assert error == "StorageError"

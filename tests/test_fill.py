@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from dcptool import fill as fill_module
 from dcptool.errors import ItemError
-from dcptool.fill import fill
+from dcptool.fill import RecordCheck, fill
 from dcptool.model import Extent, Payload, Record
 from dcptool.regions import span
 
@@ -97,3 +98,24 @@ def test_a_column_does_not_read_the_whole_and_a_row_reads_only_itself():
     source.nbytes_read = 0
     fill(payload, source.read_into, (0, 0), np.empty((64, 1), np.uint8))
     assert source.nbytes_read <= 64 * columns
+
+
+@given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=5), st.randoms())
+def test_a_record_is_checked_from_pieces_in_any_order(data, cuts, random):
+    cuts = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    pieces = [(start, memoryview(data[start:end])) for start, end in itertools.pairwise(cuts)]
+    random.shuffle(pieces)
+    for stored, wanted in ((zlib.crc32(data), ""), (zlib.crc32(data) ^ 1, "bytes were changed"), (None, "")):
+        check = RecordCheck(Bytes(data, stored).record)
+        for start, piece in pieces:
+            check.update(start, piece)
+        assert check.problem().startswith(wanted)
+        assert check.problem_if_whole() == check.problem()
+    if len(pieces) > 1:  # of a part nothing can be said, and of one read twice neither
+        for wrong in (pieces[1:], [*pieces[1:], pieces[1], pieces[0], pieces[1]]):
+            check = RecordCheck(Bytes(data, 1).record)
+            for start, piece in wrong:
+                check.update(start, piece)
+            whole = len(wrong) > len(pieces)
+            assert bool(check.problem_if_whole()) == (whole and not check.problem().startswith("not all"))
+            assert check.problem()

@@ -17,10 +17,10 @@ from dcptool.checkpoint import Checkpoint, Entry, ObjectEntry, TensorEntry
 from dcptool.chunks import Chunks
 from dcptool.comparing.arithmetic import array_dtype
 from dcptool.errors import DcptoolError, ItemError
-from dcptool.fill import fill
+from dcptool.fill import RecordCheck, fill
 from dcptool.findings import Finding, Severity
 from dcptool.model import Chunk, Ints, Payload, Record
-from dcptool.reading import RecordCheck, cut_box
+from dcptool.reading import cut_box
 from dcptool.regions import Box, first_gap, intersect, volume
 
 if TYPE_CHECKING:

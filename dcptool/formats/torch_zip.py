@@ -9,7 +9,7 @@ Source: torch 2.13, caffe2/serialize/inline_container.cc; PKWARE APPNOTE 6.3.10 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dcptool.errors import ItemError, UnsupportedError
@@ -26,6 +26,9 @@ _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
+_CRC32 = struct.Struct("<L")
+_CRC32_OFFSET = 16
+"""Of the CRC32 in a directory's entry."""
 _LOCAL = struct.Struct("<4s5H3L2H")
 _ENCRYPTED = 0x2061
 """Flags of encryption, of patches and of hidden headers: miniz takes no record that has one."""
@@ -55,23 +58,29 @@ class Member(NamedTuple):
     plain: bool
 
 
+def head_nbytes(nbytes: int) -> int:
+    """Return how much of a zip is read at once: all of a small one."""
+    return nbytes if nbytes <= _WHOLE_NBYTES else HEAD_NBYTES
+
+
 class TorchZip:
     """The directory of one zip, and the reads to get at its members.
 
     Args:
         read: returns bytes of the zip.
         nbytes: the zip's length.
+        head: the zip's first `head_nbytes(nbytes)` bytes, where they were read already.
 
     Raises:
         ItemError: it is no zip, or its directory is damaged.
     """
 
-    def __init__(self, read: Read, nbytes: int) -> None:
+    def __init__(self, read: Read, nbytes: int, head: bytes | None = None) -> None:
         self.nbytes = nbytes
         self._source = read
-        self._head = read(0, nbytes if nbytes <= _WHOLE_NBYTES else HEAD_NBYTES)
+        self._head = read(0, head_nbytes(nbytes)) if head is None else head
         self._tail_offset = max(len(self._head), nbytes - HEAD_NBYTES)
-        self._tail = read(self._tail_offset, nbytes - self._tail_offset)
+        self._tail = read(self._tail_offset, nbytes - self._tail_offset) if self._tail_offset < nbytes else b""
         try:
             self.members = self._directory()
         except struct.error:
@@ -154,7 +163,21 @@ class TorchZip:
         if count > MAX_MEMBERS or nbytes < count * _CENTRAL.size:
             raise ItemError(f"the directory of its zip is damaged: {count} records in {nbytes} bytes")
         data = self.read(offset, nbytes)
+        seen = _SEEN.get((count, nbytes))
+        members = seen.members_of(data) if seen else None
+        if members is None:
+            members, at = self._parsed(data, count)
+            if nbytes <= MAX_SEEN_NBYTES:
+                if len(_SEEN) >= MAX_SEEN:
+                    _SEEN.clear()
+                _SEEN[count, nbytes] = _Seen(_without(data, at), at, tuple(members.values()))
+        return members
+
+    @staticmethod
+    def _parsed(data: bytes, count: int) -> tuple[dict[str, Member], tuple[int, ...]]:
+        """Return the members of a directory, and the byte offsets of their CRC32s in it."""
         found, position = [], 0
+        at = []
         for _ in range(count):
             if position + _CENTRAL.size > len(data) or data[position : position + 4] != b"PK\x01\x02":
                 raise ItemError("the directory of its zip is damaged")
@@ -171,6 +194,7 @@ class TorchZip:
             if plain and packed != size:
                 raise ItemError(f"the directory of its zip is damaged: {name!r} has two sizes")
             found.append((name, header, size, checksum, plain))
+            at.append(position + _CRC32_OFFSET)
             position = name_end + fields[11] + fields[12]
         if position != len(data):
             raise ItemError("the directory of its zip is damaged")
@@ -185,7 +209,7 @@ class TorchZip:
             if short in members:
                 raise ItemError(f"its zip has two records {short!r}")
             members[short] = Member(short, name, header, size, checksum if checked else None, plain)
-        return members
+        return members, tuple(at)
 
     def _end(self) -> tuple[int, int, int]:
         """Find the end record and return (number of members, offset, length) of the directory."""
@@ -220,6 +244,44 @@ class TorchZip:
         if disk or disks > 1 or this_disk or first_disk or on_disk != count or not same:
             raise ItemError(_DAMAGED_END)
         return wide
+
+
+class _Seen(NamedTuple):
+    """A directory that was parsed: those of chunks of one shape differ in nothing but the CRC32s.
+
+    Attributes:
+        blank: its bytes, with zeros in place of the CRC32s.
+        checksums: byte offsets of these, one per member.
+        members: what it says, in its order.
+    """
+
+    blank: bytes
+    checksums: tuple[int, ...]
+    members: tuple[Member, ...]
+
+    def members_of(self, data: bytes) -> dict[str, Member] | None:
+        """Return the members of a directory of the same length, None if it says anything else."""
+        if _without(data, self.checksums) != self.blank:
+            return None
+        crcs = [_CRC32.unpack_from(data, at)[0] for at in self.checksums]
+        checked = any(crcs)
+        return {
+            name: Member(name, full_name, header_offset, nbytes, crc if checked else None, plain)
+            for (name, full_name, header_offset, nbytes, _, plain), crc in zip(self.members, crcs, strict=True)
+        }
+
+
+_SEEN: dict[tuple[int, int], _Seen] = {}
+"""By number of records and length; of those that share both, the last."""
+MAX_SEEN = 256
+MAX_SEEN_NBYTES = 4096
+
+
+def _without(data: bytes, checksums: Sequence[int]) -> bytes:
+    blank = bytearray(data)
+    for at in checksums:
+        blank[at : at + 4] = b"\0\0\0\0"
+    return bytes(blank)
 
 
 _DAMAGED_END = "the end record of its zip is damaged"

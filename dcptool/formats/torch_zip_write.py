@@ -21,6 +21,7 @@ FOLDER = "archive"
 _WIDE = 0xFFFFFFFF
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
+_CRC32 = struct.Struct("<L")
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
@@ -72,6 +73,49 @@ def lay_out_zip(members: Sequence[Member], first_slot: int = 0) -> tuple[list[Pa
     return [*parts, closing], position + closing.nbytes
 
 
+class Template(NamedTuple):
+    """A zip with one streamed record, as bytes around it: all zips with records of these sizes are made from one.
+
+    Attributes:
+        head: all before the record's bytes.
+        tail: all behind them, with zeros in place of its CRC32.
+        checksums: byte offsets in `tail` where that CRC32 belongs.
+    """
+
+    head: bytes
+    tail: bytes
+    checksums: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all but the record."""
+        return len(self.head) + len(self.tail)
+
+    def closing(self, slot: int) -> Closing:
+        """Return what follows the record, which is the streamed part `slot` of its file."""
+
+        def make(crcs: Sequence[int]) -> bytes:
+            tail = bytearray(self.tail)
+            for position in self.checksums:
+                _CRC32.pack_into(tail, position, crcs[slot])
+            return bytes(tail)
+
+        return Closing(len(self.tail), make)
+
+
+def template(members: Sequence[Member]) -> Template:
+    """Lay out a zip with exactly one streamed record, the bytes of all others being known."""
+    parts, _ = lay_out_zip(members)
+    at = next(index for index, part in enumerate(parts) if isinstance(part, Fill | Verbatim))
+    zeros, ones = (
+        b"".join(part.make([crc]) if isinstance(part, Closing) else part.data for part in parts[at + 1 :])  # type: ignore[union-attr]
+        for crc in (0, _WIDE)
+    )
+    differing = [index for index, (a, b) in enumerate(zip(zeros, ones, strict=True)) if a != b]
+    head = b"".join(part.data for part in parts[:at] if isinstance(part, Literal))
+    return Template(head, zeros, tuple(differing[:: _CRC32.size]))
+
+
 def _local_header(member: Member, position: int) -> bytes:
     """Return a local header that ends where the payload may begin."""
     name = f"{FOLDER}/{member.name}".encode()
@@ -106,8 +150,15 @@ def _directory(placed: Sequence[_Placed], position: int) -> Closing:
         entries = b"".join(_central(found, crcs) for found in placed)
         return entries + _end(len(placed), len(entries), position)
 
-    blank = [0] * (1 + max((found.slot for found in placed), default=0))
-    return Closing(len(make(blank)), make)
+    nbytes = sum(_central_nbytes(found) for found in placed)
+    return Closing(nbytes + len(_end(len(placed), nbytes, position)), make)
+
+
+def _central_nbytes(found: _Placed) -> int:
+    """Return the length of a member's entry in the directory."""
+    nbytes = found.member.part.nbytes
+    n_wide = 2 * _is_wide(nbytes) + _is_wide(found.header_offset)
+    return _CENTRAL.size + len(f"{FOLDER}/{found.member.name}".encode()) + (4 + 8 * n_wide if n_wide else 0)
 
 
 def _central(found: _Placed, crcs: Sequence[int]) -> bytes:

@@ -9,6 +9,7 @@ Source: the opcodes of CPython's `pickletools`; torch 2.13, `_weights_only_unpic
 
 from __future__ import annotations
 
+import functools
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,6 +59,7 @@ def emit(root: Any, protocol: int = 2) -> bytes:
     return _Writer(protocol).write(root)
 
 
+@functools.lru_cache(1024)
 def ref(name: str) -> Global:
     """Return the stand-in for the name `module.name`, split at the last dot."""
     return Global(*name.rsplit(".", 1))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError
@@ -172,27 +170,40 @@ def join(root: str, name: str) -> str:
     return name if root == "." else f"{root.rstrip('/')}/{name}"
 
 
-@contextmanager
-def translated(path: str, missing: type[DcptoolError] = CheckpointNotFoundError) -> Iterator[None]:
+class translated:
     """Turn what a file system may raise into dcptool's errors, naming the path; `missing` if nothing is there."""
-    try:
-        yield
-    except (StorageError, CheckpointNotFoundError):
-        raise
-    except FileNotFoundError as error:
-        raise missing(f"{path}: no such file or directory") from error
-    except NotADirectoryError as error:
-        raise missing(f"{path}: a part of this path is a file, not a folder") from error
-    except PermissionError as error:
-        raise StorageError(f"{path}: permission denied; it needs read access, and its folders search access") from error
-    except (ValueError, ImportError):
-        raise  # a malformed URL or a missing library: the caller knows what to say
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise CheckpointNotFoundError(f"{path[:80]}…: the name is too long to exist") from error
-        raise StorageError(f"{path}: {error.strerror or error}") from error
-    except Exception as error:  # cloud libraries raise classes of their own
-        raise StorageError(f"{path}: {type(error).__name__}: {error}") from error
+
+    __slots__ = ("_missing", "_path")
+
+    def __init__(self, path: str, missing: type[DcptoolError] = CheckpointNotFoundError) -> None:
+        self._path, self._missing = path, missing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._translate(error)
+
+    def _translate(self, error: BaseException) -> None:
+        """Raise what an error becomes; return if it stays as it is."""
+        path, missing = self._path, self._missing
+        if isinstance(error, StorageError | CheckpointNotFoundError) or not isinstance(error, Exception):
+            return
+        if isinstance(error, FileNotFoundError):
+            raise missing(f"{path}: no such file or directory") from error
+        if isinstance(error, NotADirectoryError):
+            raise missing(f"{path}: a part of this path is a file, not a folder") from error
+        if isinstance(error, PermissionError):
+            need = "it needs read access, and its folders search access"
+            raise StorageError(f"{path}: permission denied; {need}") from error
+        if isinstance(error, ValueError | ImportError):
+            return  # a malformed URL or a missing library: the caller knows what to say
+        if isinstance(error, OSError):
+            if error.errno == errno.ENAMETOOLONG:
+                raise CheckpointNotFoundError(f"{path[:80]}…: the name is too long to exist") from error
+            raise StorageError(f"{path}: {error.strerror or error}") from error
+        raise StorageError(f"{path}: {type(error).__name__}: {error}") from error  # cloud libraries' own classes
 
 
 def too_short(path: str, byte_offset: int, nbytes: int, end: int) -> StorageError:

@@ -7,8 +7,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.storage.base import Entry, too_short, translated
@@ -57,9 +56,8 @@ class LocalStorage:
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
-    @contextmanager
-    def _open(self, name: str) -> Iterator[int]:
-        """Lend a descriptor; up to _OPEN_FILES stay open between reads."""
+    def _lend(self, name: str) -> int:
+        """Return a descriptor to read from, which is nobody else's until it is given back."""
         with self._lock:
             descriptor = self._files.pop(name, -1)
         if descriptor < 0:
@@ -68,44 +66,53 @@ class LocalStorage:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
                 raise StorageError(f"{self._path(name)} is not a regular file")
-        try:
-            yield descriptor
-        finally:
-            with self._lock:
-                if name in self._files or len(self._files) >= _OPEN_FILES:
-                    spare = descriptor
-                    if name not in self._files:
-                        _, spare = self._files.popitem(last=False)
-                        self._files[name] = descriptor
-                    os.close(spare)
-                else:
+        return descriptor
+
+    def _take_back(self, name: str, descriptor: int) -> None:
+        """Keep a descriptor for the next read of its file, up to _OPEN_FILES in all."""
+        with self._lock:
+            if name in self._files or len(self._files) >= _OPEN_FILES:
+                spare = descriptor
+                if name not in self._files:
+                    _, spare = self._files.popitem(last=False)
                     self._files[name] = descriptor
+                os.close(spare)
+            else:
+                self._files[name] = descriptor
 
     def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
         path = self._path(name)
         done = 0
-        with translated(path, StorageError), self._open(name) as descriptor:
-            while done < len(out):
-                count = os.preadv(descriptor, [out[done:]], byte_offset + done)
-                if count == 0:
-                    raise too_short(path, byte_offset, len(out), os.fstat(descriptor).st_size)
-                done += count
+        with translated(path, StorageError):
+            descriptor = self._lend(name)
+            try:
+                while done < len(out):
+                    count = os.preadv(descriptor, [out[done:]], byte_offset + done)
+                    if count == 0:
+                        raise too_short(path, byte_offset, len(out), os.fstat(descriptor).st_size)
+                    done += count
+            finally:
+                self._take_back(name, descriptor)
 
     def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
         path = self._path(name)
-        with translated(path, StorageError), self._open(name) as descriptor:
-            if nbytes > 1 << 20:  # do not allocate what a short file cannot give
-                nbytes_there = os.fstat(descriptor).st_size
-                if byte_offset + nbytes > nbytes_there:
-                    raise too_short(path, byte_offset, nbytes, nbytes_there)
-            pieces = []
-            while nbytes:
-                piece = os.pread(descriptor, nbytes, byte_offset)
-                if not piece:
-                    raise too_short(path, byte_offset, nbytes, os.fstat(descriptor).st_size)
-                pieces.append(piece)
-                byte_offset += len(piece)
-                nbytes -= len(piece)
+        with translated(path, StorageError):
+            descriptor = self._lend(name)
+            try:
+                if nbytes > 1 << 20:  # do not allocate what a short file cannot give
+                    nbytes_there = os.fstat(descriptor).st_size
+                    if byte_offset + nbytes > nbytes_there:
+                        raise too_short(path, byte_offset, nbytes, nbytes_there)
+                pieces = []
+                while nbytes:
+                    piece = os.pread(descriptor, nbytes, byte_offset)
+                    if not piece:
+                        raise too_short(path, byte_offset, nbytes, os.fstat(descriptor).st_size)
+                    pieces.append(piece)
+                    byte_offset += len(piece)
+                    nbytes -= len(piece)
+            finally:
+                self._take_back(name, descriptor)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def links(self) -> dict[str, str]:

@@ -14,6 +14,8 @@ Source: torch 2.13, distributed/checkpoint/state_dict.py, stateful.py.
 from __future__ import annotations
 
 import copy
+import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -187,3 +189,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from _tensors(part)
+
+
+def digests_of(state: TrainState, tree: dict[str, Any]) -> dict[str, str]:
+    """Return a digest of each extra that is kept as one object; equal ones have equal digests."""
+    shown = {name: repr(tree[name][0]) for name in state.shared if isinstance(tree[name], tuple)}
+    without_addresses = {name: re.sub(r" at 0x[0-9a-f]+", "", text) for name, text in shown.items()}
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in without_addresses.items()}

@@ -10,7 +10,7 @@ from dcptool.checkpoint import Entry, ObjectEntry, TensorEntry
 from dcptool.errors import ItemError, MetadataError, StorageError, UnsupportedError
 from dcptool.formats import torch_items
 from dcptool.formats.safetensors_header import Header, read_header
-from dcptool.formats.torch_zip import HEAD_NBYTES, TorchZip
+from dcptool.formats.torch_zip import TorchZip, head_nbytes
 from dcptool.model import Chunk, Examined, Extent, Payload, Record
 from dcptool.pickles import inert
 from dcptool.regions import contiguous_strides, volume
@@ -37,9 +37,9 @@ class DcpSource:
 
     def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
         nbytes = self._nbytes(item, volume(chunk.sizes) * dtypes.lookup(entry.dtype).itemsize)
-        start = self._read(item, 0, min(nbytes, _START_NBYTES))
+        start = self._read(item, 0, head_nbytes(nbytes))
         if start.startswith(_ZIP):
-            return torch_items.tensor_payload(TorchZip(lambda at, n: self._read(item, at, n), nbytes), item)
+            return torch_items.tensor_payload(TorchZip(lambda at, n: self._read(item, at, n), nbytes, start), item)
         if not item.transforms and self._in_blob(item):
             return self._safetensors_payload(entry, chunk, item)
         raise ItemError(_no_zip(start))
@@ -49,9 +49,9 @@ class DcpSource:
         if chunk is not None and isinstance(entry, TensorEntry):
             expected = volume(chunk.sizes) * dtypes.lookup(entry.dtype).itemsize
         nbytes = self._nbytes(item, expected)
-        start = self._read(item, 0, min(nbytes, HEAD_NBYTES))
+        start = self._read(item, 0, head_nbytes(nbytes))
         if start.startswith(_ZIP):
-            archive = TorchZip(lambda at, n: self._read(item, at, n), nbytes)
+            archive = TorchZip(lambda at, n: self._read(item, at, n), nbytes, start)
             return torch_items.examine(archive, item, chunk is not None)
         if chunk is None or not isinstance(entry, TensorEntry):
             raise ItemError(_no_zip(start))

@@ -56,7 +56,7 @@ def open_dcp(storage: Storage, files: Mapping[str, int]) -> Checkpoint:
     names = [METADATA] if METADATA in files else rank_metadata(files)
     if not names:
         raise CheckpointNotFoundError(_unfinished(storage, files))
-    with _collector_paused():
+    with collector_paused():
         parts, unread = _all_records(storage, {name: files[name] for name in names})
         view = build(parts)
     problems = [*unread, *view.problems]
@@ -88,7 +88,7 @@ def open_dcp(storage: Storage, files: Mapping[str, int]) -> Checkpoint:
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def collector_paused() -> Iterator[None]:
     """Keep the cyclic collector from walking millions of young objects again and again: none of them is a cycle."""
     enabled = gc.isenabled()
     gc.disable()

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint
 from dcptool.errors import LayoutError
-from dcptool.formats.dcp.reader import METADATA, data_file_rank
+from dcptool.formats.dcp.reader import METADATA, collector_paused, data_file_rank
 from dcptool.formats.torch_graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
-from dcptool.formats.torch_zip_write import Member, lay_out_zip
+from dcptool.formats.torch_zip_write import Member, Template, lay_out_zip, template
 from dcptool.marker import NAME, Marker
 from dcptool.model import Fill, Ints, Literal, OutputFile, Part, Verbatim
 from dcptool.pickles.emit import call, emit, new, ref
@@ -65,6 +65,7 @@ class DcpLayout(NamedTuple):
     notes: tuple[str, ...]
 
 
+@collector_paused()
 def lay_out_dcp(
     checkpoint: Checkpoint,
     selection: Selection,
@@ -185,10 +186,17 @@ class _Zips:
 
     def __iter__(self) -> Iterator[Part]:
         slot = 0
-        for index, item in enumerate(self._items):
-            members = self._members(index, *item)
-            yield from lay_out_zip(members, slot)[0]
-            slot += sum(not isinstance(member.part, Literal) for member in members)
+        for index, (item, box) in enumerate(self._items):
+            if isinstance(item, SelectedTensor) and box:
+                zipped = _tensor_zip(item.dtype, box[1])
+                yield Literal(zipped.head)
+                yield Fill(item.entry.fqn, *box, item.dtype, _nbytes(item.dtype, box[1]))
+                yield zipped.closing(slot)
+                slot += 1
+            else:
+                members = self._objects[index]
+                yield from lay_out_zip(members, slot)[0]
+                slot += sum(not isinstance(member.part, Literal) for member in members)
 
     def places(self, file: str) -> Iterator[Place]:
         """Yield where each item is in the file of this name."""
@@ -205,38 +213,23 @@ class _Zips:
 
     def _nbytes(self, index: int, item: SelectedTensor | SelectedObject, box: Box | None) -> int:
         if isinstance(item, SelectedTensor) and box:
-            return _tensor_zip_nbytes(item.dtype, box[1])
+            return _tensor_zip(item.dtype, box[1]).nbytes + _nbytes(item.dtype, box[1])
         return lay_out_zip(self._objects[index])[1]
-
-    def _members(self, index: int, item: SelectedTensor | SelectedObject, box: Box | None) -> list[Member]:
-        return _tensor_members(item, box) if isinstance(item, SelectedTensor) and box else self._objects[index]
-
-
-@functools.lru_cache(4096)
-def _tensor_zip_nbytes(dtype: str, sizes: Ints) -> int:
-    return lay_out_zip(_members_of(dtype, sizes, Fill("", sizes, sizes, dtype, _nbytes(dtype, sizes))))[1]
-
-
-def _tensor_members(item: SelectedTensor, box: Box) -> list[Member]:
-    offsets, sizes = box
-    return _members_of(item.dtype, sizes, Fill(item.entry.fqn, offsets, sizes, item.dtype, _nbytes(item.dtype, sizes)))
-
-
-def _members_of(dtype: str, sizes: Ints, values: Fill) -> list[Member]:
-    return [
-        Member("data.pkl", Literal(_tensor_pickle(dtype, sizes))),
-        Member("data/0", values),
-        *(Member(name, Literal(content)) for name, content in TAIL),
-    ]
 
 
 def _nbytes(dtype: str, sizes: Ints) -> int:
     return volume(sizes) * dtypes.lookup(dtype).itemsize
 
 
-@functools.lru_cache(4096)
-def _tensor_pickle(dtype: str, sizes: Ints) -> bytes:
-    return emit(tensor_node(dtype, sizes, "0"), 2)
+@functools.lru_cache(1024)
+def _tensor_zip(dtype: str, sizes: Ints) -> Template:
+    """Return the zip of one chunk; a checkpoint has few different ones."""
+    members = [
+        Member("data.pkl", Literal(emit(tensor_node(dtype, sizes, "0"), 2))),
+        Member("data/0", Fill("", (), sizes, dtype, _nbytes(dtype, sizes))),
+        *(Member(name, Literal(content)) for name, content in TAIL),
+    ]
+    return template(members)
 
 
 def _object_members(checkpoint: Checkpoint, item: SelectedObject) -> list[Member]:

@@ -1,0 +1,279 @@
+"""Saves that survive a crash and the way back, for the loop of a training job.
+
+Decides when what is done, and that all ranks do the same; how is in `saving`, `restoring`, `ranks`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any
+
+from dcptool.errors import TrainingError
+from dcptool.storage import is_url, join
+from dcptool.training.ranks import Ranks
+from dcptool.training.restoring import Restored, load_model_only, restore_newest
+from dcptool.training.saving import Times, make_room, mark_saved, step_name, tidy, write
+from dcptool.training.staging import Stager
+from dcptool.training.state import TrainState, digests_of
+
+logger = logging.getLogger("dcptool.training")
+
+
+class CheckpointManager:
+    """Saves, marks, prunes and restores the checkpoints of one run directory.
+
+    Every rank makes one, after `init_process_group`, and calls the same methods in the same order; without a process
+    group it serves a job of one process. A step is saved to `<root>/step_<n>` by torch's own writer. Its marker
+    `_COMPLETE` is written when the data of all ranks and the metadata are, and only then older steps are deleted, so
+    whatever kills the job, `restore` finds the last step that has one. What fails on one rank, all ranks raise.
+
+    Args:
+        root: the run directory: a path all ranks share, or an fsspec URL; made if it is not there.
+        keep: how many of the newest complete steps are kept; None keeps all.
+        archive_every: steps whose number is a multiple of this are kept too.
+        stop_on: signals that make `should_stop` true; the handlers there were before are called too.
+        timeout: how long a rank waits for the others, None for torch's half hour.
+
+    Example:
+        >>> with CheckpointManager("run", keep=3) as manager:
+        ...     restored = manager.restore(state)
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        keep: int | None = 3,
+        archive_every: int | None = None,
+        *,
+        stop_on: tuple[signal.Signals, ...] = (signal.SIGTERM,),
+        timeout: timedelta | None = None,
+    ) -> None:
+        if (keep is not None and keep < 1) or (archive_every is not None and archive_every < 1):
+            raise ValueError("keep and archive_every must be at least 1")
+        path = os.fspath(root)
+        self.root = path if is_url(path) else os.path.abspath(path.removeprefix("file://"))
+        self.keep, self.archive_every = keep, archive_every
+        self._ranks = Ranks(timeout)
+        self._upload_ranks = Ranks(timeout)  # of the background thread: two threads must not share a group
+        self._stager = Stager()
+        self._thread: ThreadPoolExecutor | None = None
+        self._uploading: Future[str] | None = None
+        self._signalled = threading.Event()
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._closed = False
+        self._said: set[str] = set()
+        self._listen(stop_on)
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; after an exception without waiting for the other ranks, which may not have raised one."""
+        if kind is None:
+            self.close()
+        else:
+            self._release()
+
+    def save(self, step: int, state: TrainState) -> str:
+        """Save a step and return its path, once it is marked.
+
+        Raises:
+            TrainingError: it was not saved, or the save before it was not; on every rank, with what went wrong where.
+        """
+        began = time.perf_counter()
+        path = self._begin(step)
+        tree = self._state_of(state, path)
+        self._write(path, step, tree, self._ranks, lambda: Times(*[time.perf_counter() - began] * 2))
+        return path
+
+    def async_save(self, step: int, state: TrainState) -> Future[str]:
+        """Save a step in the background, once the save before it is finished.
+
+        Where torch has `DefaultStager`, the state is copied in the background too, and the next `optimizer.step()`
+        waits until that is done; whatever else changes weights or buffers must call `wait_staged` first. With an older
+        torch it is copied before this returns.
+
+        Returns:
+            A future of the path: done when the step is marked and older ones are deleted. It need not be waited for:
+            what fails in the background is raised by the next call of any method, and by `close`.
+
+        Raises:
+            TrainingError: as `save`, and if the save before this one failed.
+        """
+        began = time.perf_counter()
+        path = self._begin(step)
+        tree = self._state_of(state, path)
+        try:
+            staged = self._ranks.agree(f"{path} was not saved", lambda: self._stager.stage(tree, state.optimizers))
+        except BaseException:
+            self._stager.done()
+            raise
+        self._stager.blocked_seconds = time.perf_counter() - began
+
+        def upload() -> str:
+            ranks = self._upload_ranks
+            copied = ranks.agree(f"{path} was not saved", staged)
+            times = lambda: Times(time.perf_counter() - began, self._stager.blocked_seconds)  # noqa: E731
+            self._write(path, step, copied, ranks, times)
+            return path
+
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcptool-save")
+        self._uploading = self._thread.submit(upload)
+        return self._uploading
+
+    def wait_staged(self) -> None:
+        """Wait until the state that `async_save` was given has been copied and may be changed."""
+        self._stager.wait()
+
+    def wait(self) -> None:
+        """Wait until the save in the background is finished and marked.
+
+        Raises:
+            TrainingError: it failed, on whichever rank.
+        """
+        self._require_open()
+        self._ranks.agree("the last save failed", self._finish_upload)
+
+    def restore(self, state: TrainState, *, strict: bool = True) -> Restored | None:
+        """Load the newest complete checkpoint in place, whatever the number of ranks that saved it.
+
+        Names, kinds, shapes and dtypes are compared first. A checkpoint that does not fit, or turns out to be damaged
+        while it is loaded, is passed over for the next older one: logged, and in `Restored.skipped`. Until one
+        is loaded the optimizer is what it was.
+
+        Args:
+            state: what to load into.
+            strict: without it, entries that are only here or only there are left alone, and dtypes are cast.
+
+        Returns:
+            What was restored; None only if no checkpoint was ever completed here.
+
+        Raises:
+            TrainingError: there are checkpoints, and none could be restored.
+        """
+        self.wait()
+        return restore_newest(self.root, state, self._ranks, strict)
+
+    def warm_start(self, state: TrainState, path: str | os.PathLike[str]) -> str:
+        """Load the weights of the model alone, from a checkpoint or the newest complete one of another run.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            TrainingError: there is none, it does not fit, or it cannot be loaded.
+        """
+        self.wait()
+        return load_model_only(os.fspath(path), state, self._ranks)
+
+    def should_stop(self) -> bool:
+        """Tell whether any rank has been told to stop; call it on all ranks after the same steps.
+
+        Raises:
+            TrainingError: the save in the background has failed.
+        """
+        self._require_open()
+        done = self._uploading is not None and self._uploading.done()
+        failed = done and self._uploading is not None and self._uploading.exception() is not None
+        told = self._ranks.gather((self._signalled.is_set(), failed))
+        if any(failed for _, failed in told):
+            self.wait()
+        return any(stop for stop, _ in told)
+
+    def close(self) -> None:
+        """Finish the save in the background, give everything back; can be called again.
+
+        Raises:
+            TrainingError: that save failed.
+        """
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._release()
+            self._stager.close()
+            for ranks in (self._ranks, self._upload_ranks):
+                ranks.close()
+
+    def _begin(self, step: int) -> str:
+        """Finish the save before, and make room for a step; return its path."""
+        self.wait()
+        wanted = self._ranks.gather((step, self.root))
+        if type(step) is not int or step < 0 or len(set(wanted)) != 1:
+            said = ", ".join(f"rank {rank}: step {step} in {root}" for rank, (step, root) in enumerate(wanted))
+            raise TrainingError(f"all ranks must save one step, a number from 0 on, in one directory; {said}")
+        path = join(self.root, step_name(step))
+        self._ranks.on_first(f"{path} was not saved", lambda: make_room(self.root, step))
+        return path
+
+    def _state_of(self, state: TrainState, path: str) -> dict[str, Any]:
+        """Return the state to save; say which extras are not the same on all ranks, for one rank's is saved."""
+        tree = self._ranks.agree(f"{path} was not saved", state.state_dict)
+        digests = self._ranks.agree(f"{path} was not saved", lambda: digests_of(state, tree))
+        everywhere = self._ranks.gather(digests)
+        for name in sorted(digests.keys() - self._said):
+            if self._ranks.rank == 0 and len({found.get(name) for found in everywhere}) > 1:
+                logger.warning("%s is not the same on all ranks; only one is saved. Per rank: per_rank=", name)
+                self._said.add(name)
+        return tree
+
+    def _write(self, path: str, step: int, tree: dict[str, Any], ranks: Ranks, times: Callable[[], Times]) -> None:
+        """Write a step, mark it once all ranks have, and delete older ones; in whichever thread."""
+        ranks.agree(f"{path} was not saved", lambda: write(tree, path, ranks.group))
+
+        def finish() -> None:
+            mark_saved(path, step, ranks.world_size, times())
+            logger.info("saved %s", path)
+            tidy(self.root, step, self.keep, self.archive_every)
+
+        ranks.on_first(f"{path} was not marked", finish)
+
+    def _finish_upload(self) -> None:
+        """Wait for the thread in the background; nothing is on its way afterwards, also if it failed."""
+        uploading, self._uploading = self._uploading, None
+        if uploading is None:
+            return
+        try:
+            uploading.result()
+        finally:
+            self._stager.done()
+
+    def _listen(self, signals: tuple[signal.Signals, ...]) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            if signals:
+                logger.warning("no signal is listened to: the manager was not made in the main thread")
+            return
+        for number in signals:
+            self._handlers[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled.set()
+        before = self._handlers.get(signal.Signals(number))
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    def _release(self) -> None:
+        """Give signals, thread and memory back without waiting."""
+        self._closed = True
+        for number, before in self._handlers.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, before if before is not None else signal.SIG_DFL)
+        self._handlers = {}
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TrainingError("the manager is closed")

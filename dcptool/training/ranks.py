@@ -1,0 +1,148 @@
+"""The ranks of a job as one: what one of them fails at, all of them raise; what they decide, they decide together.
+
+Over a gloo group of its own, so that it works beside NCCL too and never meets a collective of the training loop.
+Without a process group there is one rank. Knows nothing of checkpoints.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from dcptool.errors import DcptoolError, TrainingError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """All ranks of the job; every method but `close` is called by all of them, in the same order, by one thread.
+
+    Attributes:
+        rank: of this process.
+        world_size: how many there are.
+        group: the gloo group, None without a process group.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self.group: Any = None
+        self.rank, self.world_size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.group = dist.new_group(backend="gloo", **({"timeout": timeout} if timeout else {}))
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, rank 0's first; a rank that has died is an error of torch's."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def agree(self, what: str, function: Callable[[], T]) -> T:
+        """Call on every rank and return this rank's result.
+
+        Args:
+            what: what is tried, for the error.
+            function: called once; it may use collectives that let no rank wait for one that failed.
+
+        Raises:
+            TrainingError: it raised on some rank; so do all others.
+        """
+        result, error = _tried(function)
+        outcomes = self.gather(reasons(error, self.rank) if error else {})
+        failed = {rank: reason for outcome in reversed(outcomes) for rank, reason in outcome.items()}
+        if error is not None and not isinstance(error, Exception | CheckpointException):
+            raise error  # Ctrl-C, sys.exit
+        if failed:
+            raise TrainingError(f"{what}: {_listed(failed, self.world_size)}") from error
+        return cast(T, result)
+
+    def on_first(self, what: str, function: Callable[[], T]) -> T:
+        """Call on rank 0 only and return its result on every rank; what it raises, all raise as TrainingError."""
+        result, error = _tried(function) if self.rank == 0 else (None, None)
+        outcomes: list[Any] = [(result, reasons(error, 0) if error else {})]
+        if self.group is not None:
+            dist.broadcast_object_list(outcomes, src=0, group=self.group)
+        result, failed = outcomes[0]
+        if error is not None and not isinstance(error, Exception | CheckpointException):
+            raise error
+        if failed:
+            raise TrainingError(f"{what}: {_listed(failed, 1)}") from error
+        return cast(T, result)
+
+    def close(self) -> None:
+        """Give the group up."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+
+def _tried(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return function(), None
+    except BaseException as error:  # CheckpointException is no Exception
+        return None, error
+
+
+def reasons(error: BaseException, rank: int) -> dict[int, str]:
+    """Return in one line each what went wrong, by rank; -1 stands for what all ranks know already."""
+    if isinstance(error, TrainingError):
+        return {-1: str(error)}
+    if isinstance(error, CheckpointException):
+        return {failed: _one_line(cause[0]) for failed, cause in error.failures.items()}
+    return {rank: _one_line(error)}
+
+
+def sendable(base: type[Any], *methods: str) -> type[Any]:
+    """Return a class like `base` whose methods raise nothing that cannot get to the other ranks.
+
+    torch sends what a planner, writer or reader raises to all ranks, as a pickle. An error that cannot be pickled, or
+    not be made again from its pickle, would leave them waiting for one another.
+    """
+
+    def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*arguments: Any, **options: Any) -> Any:
+            try:
+                return method(*arguments, **options)
+            except Exception as error:
+                if _can_be_sent(error):
+                    raise
+                raise TrainingError(_one_line(error)) from None
+
+        return call
+
+    return type(base.__name__, (base,), {name: guarded(getattr(base, name)) for name in methods})
+
+
+def _can_be_sent(error: Exception) -> bool:
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)  # noqa: S301 our own bytes
+    except Exception:
+        return False
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    if text and isinstance(error, DcptoolError):
+        return text
+    return f"{name}: {text}" if text else name
+
+
+def _listed(failed: dict[int, str], world_size: int) -> str:
+    """Return who failed and why, each reason once."""
+    by_reason: dict[str, list[int]] = {}
+    for rank, reason in sorted(failed.items()):
+        by_reason.setdefault(reason, []).append(rank)
+    if world_size == 1 or -1 in failed:
+        return "; ".join(by_reason)
+    return "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {reason}" for reason, ranks in by_reason.items()
+    )
