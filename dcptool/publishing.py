@@ -137,6 +137,9 @@ def require_place(path: str, is_file: bool, nbytes: int, overwrite: bool, source
     for source in sources:
         _require_apart(path, source)
     if is_url(path):
+        inside = path.rpartition("://")[2].strip("/")
+        if not inside or (is_file and "/" not in inside):
+            raise StorageError(f"{path} names no {'file in' if is_file else 'folder in'} an object store; add its name")
         _require_nothing_there(path.rstrip("/"))
     else:
         _require_replaceable(path, is_file, overwrite)

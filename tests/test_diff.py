@@ -378,6 +378,10 @@ def test_a_prefix_is_found_said_and_taken_as_meant_when_asked(tmp_path):
     assert not dcptool.compare(one, other, meant._replace(keys=())).equal
     with pytest.raises(LayoutError, match="no entry matches 'nothing'"):
         dcptool.compare(one, other, DiffOptions(keys=("nothing",)))
+    typo = dcptool.compare(one, one, DiffOptions(strip_prefix_a="modle.", strip_prefix_b="layers."))
+    assert [note.message for note in typo.notes if note.kind == "unused-prefix"] == [
+        "no name of A begins with 'modle.': --strip-prefix-a did nothing"
+    ]
 
 
 def test_wrappers_in_names_are_seen_through(tmp_path):
@@ -748,7 +752,10 @@ def test_exit_codes_and_forms_of_output(forms, tmp_path):
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (1, "", "")
     assert run("diff", forms / "one", tmp_path / "nowhere").returncode == 3
     assert run("diff", forms / "one").returncode == 2
-    assert run("diff", forms / "one", other, "--rtol", "-1").returncode == 2
+    for number in ("-1", "nan", "inf", "x"):
+        done = run("diff", forms / "one", other, "--rtol", number)
+        assert done.returncode == 2
+        assert f"'{number}' is no tolerance; write a number such as 1e-6" in done.stderr
 
 
 def test_json_has_a_form_for_every_number(tmp_path, capsys):

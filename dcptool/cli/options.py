@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -128,6 +129,21 @@ class Size(click.ParamType[int]):
         if nbytes < 1:
             self.fail(f"{value!r} is no size; write 5GB or 500MB", param, ctx)
         return nbytes
+
+
+class Tolerance(click.ParamType[float]):
+    """A finite number of at least 0."""
+
+    name = "tolerance"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            self.fail(f"{value!r} is no tolerance; write a number such as 1e-6", param, ctx)
+        return number
 
 
 class Pair(click.ParamType[tuple[str, str]]):

@@ -23,6 +23,7 @@ from dcptool.comparing.outline import (
     metadata_problems,
     outer_differences,
     outline,
+    prefix_notes,
     side_of,
     subset_note,
 )
@@ -92,7 +93,8 @@ def compare_checkpoints(
     Raises:
         LayoutError: nothing is selected, or stripping a prefix makes names collide.
     """
-    paired = pair(known_entries(a), known_entries(b), options, names or {})
+    known = known_entries(a), known_entries(b)
+    paired = pair(*known, options, names or {})
     _require_selected(a, paired, options)
     renames = likely_renames(paired.only_in_a, paired.only_in_b)
     renamed = [(x, y) for x, y in renames if x.kind == "tensor"]
@@ -130,7 +132,7 @@ def compare_checkpoints(
             *metadata_problems("B", b, options, unreadable),
         ),
     )
-    return report._replace(notes=(*report.notes, *subset_note(report)))
+    return report._replace(notes=(*report.notes, *subset_note(report), *prefix_notes(*known, options)))
 
 
 def _all_differences(
@@ -157,7 +159,8 @@ def _of_object(x: Known, y: Known, outcome: ObjectOutcome) -> Difference | None:
 
 
 def _compare_live(known: Sequence[Known], b: Checkpoint, options: DiffOptions) -> DiffReport:
-    paired = pair(known, known_entries(b), options)
+    theirs = known_entries(b)
+    paired = pair(known, theirs, options)
     _require_selected(b, paired, options)
     n_tensors = sum(entry.kind == "tensor" for entry in known)
     side = Side(LIVE, "live", "live state dict", n_tensors, len(known) - n_tensors, 0)
@@ -169,7 +172,7 @@ def _compare_live(known: Sequence[Known], b: Checkpoint, options: DiffOptions) -
         unreadable=tuple(metadata_problems("B", b, options, ())),
         values_compared=False,
     )
-    return report._replace(notes=(*report.notes, *subset_note(report)))
+    return report._replace(notes=(*report.notes, *subset_note(report), *prefix_notes(known, theirs, options)))
 
 
 def _require_selected(checkpoint: Checkpoint, paired: Pairing, options: DiffOptions) -> None:

@@ -154,6 +154,20 @@ def subset_note(report: DiffReport) -> tuple[Finding, ...]:
     return (Finding("subset", Severity.NOTE, message),)
 
 
+def prefix_notes(a: Sequence[Known], b: Sequence[Known], options: DiffOptions) -> tuple[Finding, ...]:
+    """Note a prefix that was to be taken off the names of a side and that none of them has."""
+    sides = (("A", "a", a, options.strip_prefix_a), ("B", "b", b, options.strip_prefix_b))
+    return tuple(
+        Finding(
+            "unused-prefix",
+            Severity.NOTE,
+            f"no name of {side} begins with {prefix!r}: --strip-prefix-{letter} did nothing",
+        )
+        for side, letter, known, prefix in sides
+        if prefix and not any(entry.fqn.startswith(prefix) for entry in known)
+    )
+
+
 def metadata_problems(name: str, side: Checkpoint, options: DiffOptions, known: Sequence[Finding]) -> list[Finding]:
     """Return what is wrong with a side's metadata, as far as it is about what was compared and not among `known`."""
     fqns = {finding.fqn for finding in known}
