@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dcptool.checks import Level, check
     from dcptool.comparing import DiffOptions, compare
     from dcptool.formats.detect import open_checkpoint as open
+    from dcptool.interval import optimal_interval, read_cadence
     from dcptool.marking import mark_complete
     from dcptool.newest import find_latest, find_steps
     from dcptool.overview import summarize
@@ -39,7 +40,9 @@ __all__ = [
     "find_steps",
     "mark_complete",
     "open",
+    "optimal_interval",
     "plan_prune",
+    "read_cadence",
     "reshard",
     "summarize",
     "verify",
@@ -50,6 +53,7 @@ _MODULES = {
     "checkpoint": ("Checkpoint", "ObjectEntry", "TensorEntry"),
     "checks": ("Level", "check"),
     "comparing": ("DiffOptions", "compare"),
+    "interval": ("optimal_interval", "read_cadence"),
     "marking": ("mark_complete",),
     "newest": ("find_latest", "find_steps"),
     "overview": ("summarize",),

@@ -23,14 +23,14 @@ ORDER = (
     "checks.extents checks.files checks.paths checks.copies checks.items checks names notes runs summary "
     "comparing.results comparing.arithmetic comparing.bands comparing.pool comparing.values comparing.graphs "
     "comparing.objects comparing.pairing comparing.outline comparing.live comparing activity verdict torch_load "
-    "verification pointers newest marking retention guards rewrite torch_engine "
+    "verification pointers newest marking retention interval guards rewrite torch_engine "
     "resharding.mesh resharding.assign resharding.rules resharding.plan resharding.group resharding.member "
     "resharding.supervisor resharding overview "
     "training.reader training.rng training.optimizers training.state training.ranks training.staging training.saving "
     "training.restoring training.manager training "
-    "render.text render.folding render.inspect render.verify render.convert render.reshard render.diff "
+    "render.text render.folding render.inspect render.verify render.convert render.interval render.reshard render.diff "
     "cli.options cli.progress cli.inspect cli.verify cli.latest cli.mark cli.prune cli.convert cli.reshard cli.diff "
-    "cli __main__ "
+    "cli.interval cli __main__ "
 ).split()
 HEAVY = {"torch", "numpy", "ml_dtypes", "fsspec", "zstandard", "s3fs", "safetensors"}
 MODULES = sorted((ROOT / "dcptool").rglob("*.py"))

@@ -17,6 +17,7 @@ from dcptool import __version__
 from dcptool.cli.convert import convert
 from dcptool.cli.diff import diff
 from dcptool.cli.inspect import inspect
+from dcptool.cli.interval import interval
 from dcptool.cli.latest import latest
 from dcptool.cli.mark import mark
 from dcptool.cli.prune import prune
@@ -122,5 +123,5 @@ def main(debug: bool) -> None:
     """
 
 
-for command in (inspect, verify, latest, mark, prune, convert, reshard, diff):
+for command in (inspect, verify, latest, mark, prune, convert, reshard, diff, interval):
     main.add_command(command)
