@@ -22,7 +22,7 @@ from dcptool.findings import Finding, Severity
 from dcptool.model import Fill, Literal, OutputFile, Record
 from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, TensorReader, Where, check_whole
 from dcptool.schedule import Begin, Bytes, Carried, End, Output, Run, Share, Step, schedule
-from dcptool.storage import Storage
+from dcptool.storage import Creator
 
 MAX_THREADS = 8
 """By itself: more do not make a disk faster, and each holds bands in memory."""
@@ -76,7 +76,7 @@ class CopyReport(NamedTuple):
 def copy(
     source: Checkpoint,
     files: Sequence[Sequence[OutputFile]],
-    target: Storage,
+    target: Creator,
     threads: int,
     progress: Progress | None = None,
     shared: bool = False,
@@ -164,7 +164,7 @@ def damaged_item(message: str, where: Where) -> Finding:
 
 class _Engine:
     def __init__(
-        self, source: Checkpoint, target: Storage, threads: int, progress: Progress | None, shared: bool
+        self, source: Checkpoint, target: Creator, threads: int, progress: Progress | None, shared: bool
     ) -> None:
         self._source, self._target, self._shared = source, target, shared
         self._progress = progress or (lambda nbytes: None)

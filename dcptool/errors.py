@@ -74,3 +74,6 @@ class TrainingError(DcptoolError, RuntimeError):
 
 class WorkerError(DcptoolError, RuntimeError):
     """A process that shared the work was lost, failed, or never came; nothing was published."""
+
+    trace = ""
+    """Traceback of an exception that nobody expected there."""

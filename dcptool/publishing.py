@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, OutputExistsError, StorageError, UnsupportedError
@@ -36,6 +36,10 @@ class Target:
             files = [file._replace(name=name) for file in files]
         self._names.update(file.name for file in files)
         return list(files)
+
+    def note(self, names: Iterable[str]) -> None:
+        """Take note of files that others made here, to be removed with the rest."""
+        self._names.update(names)
 
     @property
     def written(self) -> str:
@@ -70,11 +74,12 @@ class Target:
         if not overwrite:
             raise OutputExistsError(f"{self.path} is there already")
         old = temporary_beside(self.path)
-        os.rename(self.path, old)
         try:
+            os.rename(self.path, old)
             os.rename(self._temporary, self.path)
-        except OSError:
-            os.rename(old, self.path)
+        except BaseException:  # Ctrl-C between the two included
+            if os.path.lexists(old) and not os.path.lexists(self.path):
+                os.rename(old, self.path)
             raise
         if is_link:
             os.unlink(old)  # the link is what is replaced, never what it leads to

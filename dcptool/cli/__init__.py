@@ -23,7 +23,7 @@ from dcptool.cli.mark import mark
 from dcptool.cli.prune import prune
 from dcptool.cli.reshard import reshard
 from dcptool.cli.verify import verify
-from dcptool.errors import DcptoolError, SeveralCheckpointsError
+from dcptool.errors import DcptoolError, SeveralCheckpointsError, WorkerError
 
 EXIT_FAILED = 3
 EXIT_BUG = 70
@@ -62,7 +62,7 @@ class _Group(click.Group):
                 raise
             if not error.told_elsewhere:
                 _complain(_commands(error) if isinstance(error, SeveralCheckpointsError) else str(error))
-            code = EXIT_FAILED
+            code = EXIT_BUG if isinstance(error, WorkerError) and error.trace else EXIT_FAILED
         except BrokenPipeError:
             # Whoever read our output has seen enough; do not complain when Python flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

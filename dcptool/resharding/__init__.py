@@ -9,9 +9,10 @@ from dcptool.copying import Progress
 from dcptool.errors import UnsupportedError
 from dcptool.publishing import require_place
 from dcptool.resharding.group import torchrun_group, under_torchrun
-from dcptool.resharding.member import Resharded, run_member, summarize_plan
+from dcptool.resharding.member import Resharded, Speaking, read_paths, run_member, summarize_plan
 from dcptool.resharding.plan import ReshardOptions, make_plan, options_problem
 from dcptool.resharding.supervisor import run_workers
+from dcptool.storage import is_url, locate
 
 __all__ = ["ReshardOptions", "Resharded", "options_problem", "reshard", "speaks_for_all"]
 
@@ -58,9 +59,11 @@ def reshard(
     target = None if target is None else os.fspath(target)
     if dry_run:
         plan = make_plan(source, target, options)
-        require_place(plan.target, False, plan.nbytes, options.overwrite, (plan.source.path,))
+        require_place(plan.target, False, plan.nbytes, options.overwrite, read_paths(plan.source.path, options))
         workers = _n_workers(options, plan.n_ranks)
         return summarize_plan(plan, options, workers, time.perf_counter() - began, False)
+    if not under_torchrun():
+        _require_paths(source, target, options)
     try:
         import torch.distributed as dist
     except ImportError:
@@ -72,7 +75,7 @@ def reshard(
         return run_workers(n_workers, source, target, options, began, progress)
     group = torchrun_group(options.timeout)
     try:
-        return run_member(group, source, target, options, began, progress)
+        return run_member(group, source, target, options, began, Speaking(progress))
     finally:
         group.leave()
 
@@ -80,6 +83,21 @@ def reshard(
 def speaks_for_all() -> bool:
     """Tell whether this process is the one of its group that talks to the user."""
     return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def _require_paths(source: str | None, target: str | None, options: ReshardOptions) -> None:
+    """Refuse local paths that are wrong at first sight, before torch is imported, which takes seconds.
+
+    Raises:
+        CheckpointNotFoundError: there is no source.
+        OutputExistsError, StorageError, UnsupportedError: the output cannot go there.
+    """
+    for path in (source, options.like, *options.also):
+        if path is not None and not is_url(path):
+            locate(path)
+    if target is not None and not is_url(target):
+        sources = read_paths(source, options) if source is not None else ()
+        require_place(target, False, 0, options.overwrite, sources)
 
 
 def _n_workers(options: ReshardOptions, n_ranks: int) -> int:

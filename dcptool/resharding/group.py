@@ -1,7 +1,8 @@
 """A gloo process group whose members notice when one of them is gone, and tell who it was.
 
 A collective of gloo waits for its timeout when a member is missing, and does not say which. So members first meet at a
-store: each says that it has come, and says every second that it is alive; who is silent for too long is named.
+store: each says that it has come, and says every second that it is alive; who is silent for too long, or has left, is
+named.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -18,6 +20,10 @@ from dcptool.errors import DcptoolError, WorkerError
 
 BEAT_SECONDS = 1.0
 POLL_SECONDS = 0.02
+SLOW_POLL_SECONDS = 0.25
+"""How often members look for the others once that has taken a while: a hundred of them share one store."""
+ORPHAN_SECONDS = 5.0
+"""How long a member whose parent is gone may take to end in order."""
 
 
 class Group:
@@ -27,15 +33,16 @@ class Group:
         store: a torch.distributed store that all members share.
         rank, size: this member's number, and how many there are.
         timeout: seconds after which a silent member is given up.
+        parent: id of the process without which this one shall end; None if it needs nobody.
 
     Raises:
         WorkerError: a member has not come within the timeout.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: float, parent: int | None = None) -> None:
         import torch.distributed as dist
 
-        self.rank, self.size, self._timeout = rank, size, timeout
+        self.rank, self.size, self._timeout, self._parent = rank, size, timeout, parent
         self._store = dist.PrefixStore("dcptool", store)
         self._n_meetings = 0
         self._over = threading.Event()
@@ -45,13 +52,22 @@ class Group:
         self._beating.start()
         try:
             self._meet()
-            limit = timedelta(seconds=timeout)
-            dist.init_process_group(
-                "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=limit
-            )
+            self._connect(dist.PrefixStore("group", store))
         except BaseException:
-            self._over.set()
+            self.leave()
             raise
+
+    def _connect(self, store: Any) -> None:
+        import torch.distributed as dist
+
+        limit = timedelta(seconds=self._timeout)
+        try:
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=limit)
+        except RuntimeError as error:
+            raise WorkerError(
+                f"rank {self.rank} of {self.size} cannot connect to the others by gloo: {_first_line(error)}\n"
+                "Between machines GLOO_SOCKET_IFNAME names the network interface to use."
+            ) from error
 
     def fail(self) -> None:
         """Tell the others that this member has failed, so that they stop."""
@@ -86,35 +102,57 @@ class Group:
         return found
 
     def leave(self) -> None:
-        """End the membership. Never raises."""
+        """End the membership; who still waits for this member need not any more. Never raises."""
         import torch.distributed as dist
 
         self._over.set()
         self._beating.join(timeout=BEAT_SECONDS)
-        try:
+        with suppress(RuntimeError):
+            self._why(f"rank {self.rank} of {self.size} was stopped, so the others stop too")
+            self._store.set(f"left {self.rank}", "")
+        with suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group()
-        except (RuntimeError, ValueError, AssertionError):
-            return
 
     def _meet(self) -> None:
-        """Wait until all members have come here; whoever is silent for the whole timeout meanwhile is gone."""
+        """Wait until all members have come here; who left before, or is silent for the whole timeout, is gone."""
         self._n_meetings += 1
         meeting = f"meeting {self._n_meetings}"
         with _Translated():
             self._store.set(f"{meeting} {self.rank}", "here")
             missing = [rank for rank in range(self.size) if rank != self.rank]
-            heard: dict[int, tuple[bytes, float]] = {}
-            while missing:
-                missing = [rank for rank in missing if not self._store.check([f"{meeting} {rank}"])]
-                now = time.monotonic()
-                for rank in missing:
-                    beat = self._beat_of(rank)
-                    if beat != heard.get(rank, (None, 0.0))[0]:
-                        heard[rank] = beat, now
-                    elif now - heard[rank][1] > self._timeout:
-                        raise WorkerError(_gone(rank, self.size, self._timeout, came=beat != b""))
-                if missing:
-                    time.sleep(POLL_SECONDS)
+            silences: dict[int, tuple[bytes, float]] = {}
+            pause, looked = POLL_SECONDS, time.monotonic()
+            while missing and not self._store.check([f"{meeting} {rank}" for rank in missing]):
+                time.sleep(pause)
+                pause = min(pause * 1.2, SLOW_POLL_SECONDS)
+                passed = time.monotonic() - looked
+                if passed > BEAT_SECONDS / 2:
+                    looked += passed
+                    missing = [rank for rank in missing if not self._store.check([f"{meeting} {rank}"])]
+                    # No more than a beat at once: all of us may have been suspended for hours.
+                    self._require_alive(missing, min(passed, BEAT_SECONDS), silences)
+
+    def _require_alive(self, missing: Sequence[int], passed: float, silences: dict[int, tuple[bytes, float]]) -> None:
+        """Raise if one of the missing has left, or gave no new beat for too long.
+
+        Args:
+            missing: ranks.
+            passed: seconds since the last call.
+            silences: by rank its last beat, and since how many seconds there was no other; changed here.
+        """
+        for rank in missing:
+            if self._store.check([f"left {rank}"]):
+                raise WorkerError(self._why(f"rank {rank} of {self.size} has left"))
+            beat = self._beat_of(rank)
+            last, silent = silences.get(rank, (beat, 0.0))
+            silent = silent + passed if beat == last else 0.0
+            silences[rank] = beat, silent
+            if silent > self._timeout:
+                raise WorkerError(self._why(_gone(rank, self.size, self._timeout, came=beat != b"")))
+
+    def _why(self, cause: str) -> str:
+        """Return why the group ends: what the first member said that had to say something."""
+        return bytes(self._store.compare_set("why", "", cause)).decode()
 
     def _beat_of(self, rank: int) -> bytes:
         key = f"beat {rank}"
@@ -123,6 +161,7 @@ class Group:
     def _beat(self) -> None:
         """Say again and again that this process lives, and listen for the failure of another."""
         count = 0
+        orphaned = 0.0
         while True:
             count += 1
             try:
@@ -131,7 +170,11 @@ class Group:
                     self.failed.set()
             except RuntimeError:  # the store is gone; the next meeting tells
                 self.failed.set()
-                return
+            if self._parent not in (None, os.getppid()):
+                self.failed.set()
+                orphaned = orphaned or time.monotonic()
+                if time.monotonic() - orphaned > ORPHAN_SECONDS:
+                    os._exit(1)
             if self._over.wait(BEAT_SECONDS):
                 return
 
@@ -144,14 +187,13 @@ class _Translated:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, DcptoolError):
-            first = str(error).partition("\n")[0][:200]
-            raise WorkerError(f"the connection to another process of the group broke: {first}") from error
+            raise WorkerError(f"the connection to another process of the group broke: {_first_line(error)}") from error
 
 
 def _gone(rank: int, size: int, timeout: float, came: bool) -> str:
     if not came:
         return f"rank {rank} of {size} never arrived, waited {timeout:g} s for it; --timeout waits longer"
-    return f"rank {rank} of {size} has given no sign of life for {timeout:g} s: it was killed, or its machine is gone"
+    return f"rank {rank} of {size} gave no sign of life for {timeout:g} s: it was killed, or its machine is gone"
 
 
 def under_torchrun() -> bool:
@@ -167,9 +209,24 @@ def torchrun_group(timeout: float) -> Group:
     """
     import torch.distributed as dist
 
-    with _Translated():
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout))))
-    return Group(store, rank, size, timeout)
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        store: Any = dist.TCPStore(
+            host, int(port), size, hosts, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True
+        )
+    except ValueError as error:
+        raise WorkerError(f"RANK, WORLD_SIZE or MASTER_PORT in the environment is no number: {error}") from error
+    except RuntimeError as error:
+        who = "cannot be opened here" if hosts else "does not answer: rank 0, or torchrun on its machine, is not there"
+        raise WorkerError(f"{host}:{port}, where the processes meet, {who} ({_first_line(error)})") from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Group(dist.PrefixStore(f"attempt {attempt}", store), rank, size, timeout)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
 
 
 def blocks(names: Sequence[str], n_members: int) -> list[list[str]]:

@@ -7,7 +7,7 @@ error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import traceback
 from contextlib import ExitStack
 from typing import Any, NamedTuple, cast
 
@@ -19,12 +19,12 @@ from dcptool.formats.dcp.write import Arrangement, data_files
 from dcptool.formats.detect import open_checkpoint
 from dcptool.guards import damaged, leftover_notes, require_equal, require_same
 from dcptool.model import OutputFile
-from dcptool.publishing import Target, prepare
+from dcptool.publishing import Target, prepare, require_place
 from dcptool.regions import Box
 from dcptool.resharding.group import Group, blocks
 from dcptool.resharding.plan import Plan, ReshardOptions, make_plan
 from dcptool.selection import select
-from dcptool.storage import LocalStorage, is_url, storage_at
+from dcptool.storage import Creator, LocalStorage, Sink, is_url, storage_at
 
 OPEN_FILES = 128
 """Files a process writes side by side; each gathers small writes in memory."""
@@ -69,6 +69,33 @@ class Resharded(NamedTuple):
         return sum(self.rank_nbytes) + self.metadata_nbytes
 
 
+class Audience:
+    """Who is told what a member does; this one does not listen."""
+
+    def progress(self, nbytes: int) -> None:
+        """Take note of bytes that were written."""
+
+    def written(self, path: str) -> None:
+        """Take note, on rank 0, of where output is put until it is published."""
+
+    def made(self, name: str) -> None:
+        """Take note of a file in an object store that is about to be made, under its final name."""
+
+
+NOBODY = Audience()
+
+
+class Speaking(Audience):
+    """Passes the bytes on, and nothing else."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+
+    def progress(self, nbytes: int) -> None:
+        if self._progress:
+            self._progress(nbytes)
+
+
 class _Work(NamedTuple):
     """What rank 0 tells the others: what to read, where to write, and each one's share of the files."""
 
@@ -78,10 +105,26 @@ class _Work(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What one member did: its report, or the error that ended it."""
+    """What one member did: its report, or the error that ended it, and the names it made in an object store."""
 
     report: CopyReport | None = None
     error: DcptoolError | None = None
+    made: tuple[str, ...] = ()
+
+
+class _Noted:
+    """A storage for new files that remembers and tells which were made."""
+
+    def __init__(self, storage: Creator, audience: Audience) -> None:
+        self._storage, self._audience = storage, audience
+        self.names: list[str] = []
+
+    def create(self, name: str) -> Sink:
+        """Begin a file."""
+        sink = self._storage.create(name)
+        self.names.append(name)
+        self._audience.made(name)
+        return sink
 
 
 def summarize_plan(plan: Plan, options: ReshardOptions, workers: int, seconds: float, published: bool) -> Resharded:
@@ -110,8 +153,7 @@ def run_member(
     target: str | None,
     options: ReshardOptions,
     began: float,
-    progress: Progress | None = None,
-    announce: Callable[[str], None] | None = None,
+    audience: Audience = NOBODY,
 ) -> Resharded:
     """Take part in a reshard; all members return the same, or raise the same.
 
@@ -119,8 +161,7 @@ def run_member(
         group: of all members.
         source, target, options: as in `make_plan`; only rank 0's count.
         began: `time.perf_counter()` at the start.
-        progress: told the bytes this member writes.
-        announce: told, on rank 0, where temporary output will be.
+        audience: told what this member does.
 
     Raises:
         DcptoolError: as `make_plan`, and what a member met; nothing is published.
@@ -132,28 +173,46 @@ def run_member(
         if group.rank == 0:
             try:
                 plan = make_plan(source, target, options)
+                require_place(plan.target, False, plan.nbytes, options.overwrite, read_paths(plan.source.path, options))
                 place = stack.enter_context(
                     prepare(plan.target, False, plan.nbytes, options.overwrite, plan.source.path)
                 )
-                if announce:
-                    announce(place.written)
+                audience.written(place.written)
                 told = _Work(plan.source.path, place.written, _shares(plan, group.size))
             except DcptoolError as error:
                 told = error
+            except Exception as error:
+                told = bug(group.rank, group.size, error)
         work = _agreed(group, group.share(told))
-        outcome = _write(group, work, plan, options, progress)
+        outcome = _write(group, work, plan, options, audience)
         if outcome.error:
             group.fail()
         outcomes: list[_Outcome] = group.gather(outcome)
         result: Resharded | DcptoolError | None = None
         if plan and place:
+            for found in outcomes:
+                place.note(found.made)
             try:
                 _require_written(plan, outcomes, options)
-                _seal(plan, place, options, progress)
+                _seal(plan, place, options, audience.progress)
                 result = summarize_plan(plan, options, group.size, time.perf_counter() - began, True)
             except DcptoolError as error:
                 result = error
+            except Exception as error:
+                result = bug(group.rank, group.size, error)
         return cast(Resharded, _agreed(group, group.share(result)))
+
+
+def read_paths(source: str, options: ReshardOptions) -> tuple[str, ...]:
+    """Return the paths of all that is read, which the output must not touch."""
+    return (source, *options.also, *([options.like] if options.like is not None else []))
+
+
+def bug(rank: int, size: int, error: Exception) -> WorkerError:
+    """Return an error for all members in place of one that nobody expected on one of them."""
+    found = WorkerError(f"rank {rank} of {size} failed, this is a bug in dcptool: {type(error).__name__}: {error}")
+    found.trace = "".join(traceback.format_exception(error))
+    return found
 
 
 def _agreed(group: Group, shared: Any) -> Any:
@@ -170,31 +229,35 @@ def _shares(plan: Plan, n_members: int) -> list[dict[str, list[tuple[str, Box | 
     return [{name: list(files[name]) for name in block} for block in blocks(list(files), n_members)]
 
 
-def _write(
-    group: Group, work: _Work, plan: Plan | None, options: ReshardOptions, progress: Progress | None
-) -> _Outcome:
+def _write(group: Group, work: _Work, plan: Plan | None, options: ReshardOptions, audience: Audience) -> _Outcome:
     """Write this member's files."""
+    noted: _Noted | None = None
 
     def told(nbytes: int) -> None:
         if group.failed.is_set():
             raise WorkerError(STOPPED)
-        if progress:
-            progress(nbytes)
+        audience.progress(nbytes)
+
+    def outcome(report: CopyReport | None = None, error: DcptoolError | None = None) -> _Outcome:
+        return _Outcome(report, error, tuple(noted.names) if noted else ())
 
     try:
         source = plan.source if plan else open_checkpoint(work.source, options.also)
         selection = plan.selection if plan else select(source, options.keys, options.exclude)
         files = data_files(source, selection, Arrangement(work.files[group.rank], {}))
-        storage = storage_at(work.target) if is_url(work.target) else LocalStorage(work.target)
-        step = OPEN_OBJECTS if is_url(work.target) else OPEN_FILES
+        if is_url(work.target):
+            noted = _Noted(storage_at(work.target), audience)
+        storage: Creator = noted or LocalStorage(work.target)
+        step = OPEN_OBJECTS if noted else OPEN_FILES
         groups: list[list[OutputFile]] = [files[start : start + step] for start in range(0, len(files), step)]
-        return _Outcome(copy(source, groups, storage, options.threads or 1, told, shared=True))
+        return outcome(copy(source, groups, storage, options.threads or 1, told, shared=True))
     except DcptoolError as error:
-        return _Outcome(error=error)
+        return outcome(error=error)
     except MemoryError:
-        return _Outcome(error=WorkerError(f"rank {group.rank} has no memory left; --threads 1 or fewer --workers"))
-    except Exception as error:  # a bug: the others must end too
-        return _Outcome(error=WorkerError(f"rank {group.rank} failed: {type(error).__name__}: {error}"))
+        memory = f"rank {group.rank} of {group.size} has no memory left; --threads 1 and fewer --workers need less"
+        return outcome(error=WorkerError(memory))
+    except Exception as error:  # the others must end too
+        return outcome(error=bug(group.rank, group.size, error))
 
 
 STOPPED = "stopped, because another process failed"
@@ -206,7 +269,7 @@ def _require_written(plan: Plan, outcomes: list[_Outcome], options: ReshardOptio
     if errors:
         rank, first = next((pair for pair in errors if str(pair[1]) != STOPPED), errors[0])
         where = f"rank {rank} of {len(outcomes)}: " if len(outcomes) > 1 and not isinstance(first, WorkerError) else ""
-        raise type(first)(f"{where}{first}")
+        raise type(first)(f"{where}{first}") if where else first
     reports = [outcome.report for outcome in outcomes if outcome.report]
     failures: dict[Any, Finding] = {}
     for report in reports:

@@ -11,22 +11,25 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from dcptool.copying import Progress
 from dcptool.errors import DcptoolError, WorkerError
 from dcptool.resharding.group import Group
-from dcptool.resharding.member import Resharded, run_member
+from dcptool.resharding.member import Audience, Resharded, bug, run_member
 from dcptool.resharding.plan import ReshardOptions
-from dcptool.storage import is_temporary
+from dcptool.storage import is_temporary, storage_at
 
 TOLD_SECONDS = 0.1
 """How often a worker tells its bytes."""
-GRACE_SECONDS = 2.0
+GRACE_SECONDS = 5.0
 """How long a worker may take to end by itself once it is told to."""
+STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_workers(
@@ -64,12 +67,15 @@ class _Watch:
         self._progress = progress
         self._context = multiprocessing.get_context("fork")
         self._workers: dict[Connection, Any] = {}
-        self._temporary = ""
+        self._written = ""
+        self._made: list[str] = []
 
     def start(self, rank: int, size: int, *rest: Any) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
-        worker = self._context.Process(target=_work, args=(theirs, rank, size, *rest), name=f"dcptool rank {rank}")
-        worker.start()
+        arguments = (theirs, os.getpid(), rank, size, *rest)
+        worker = self._context.Process(target=_work, args=arguments, name=f"rank {rank}")
+        with _undisturbed():
+            worker.start()
         theirs.close()
         self._workers[ours] = worker
 
@@ -89,48 +95,84 @@ class _Watch:
                 except (EOFError, OSError):
                     worker = waiting.pop(pipe)
                     worker.join()
-                    if worker.exitcode and not isinstance(found, DcptoolError):
+                    # That a connection broke is no cause, but what follows from the loss.
+                    if worker.exitcode and (found is None or isinstance(found, WorkerError)):
                         raise WorkerError(_lost(worker, len(self._workers))) from None
                     continue
                 if kind == "bytes" and self._progress:
                     self._progress(value)
-                elif kind == "temporary":
-                    self._temporary = value
+                elif kind == "written":
+                    self._written = value
+                elif kind == "made":
+                    self._made.append(value)
                 elif kind == "result":
                     found = found or value
+        if isinstance(found, WorkerError) and found.trace:
+            raise found from RuntimeError(f"\n{found.trace}")
         if isinstance(found, DcptoolError):
             raise found
         if found is None:
             raise WorkerError("the workers ended without a result; this is a bug")
+        self._written = ""
         return found
 
     def end(self) -> None:
-        """End every worker that is left, and remove what rank 0 can no longer remove. Never raises."""
-        alive = [worker for worker in self._workers.values() if worker.is_alive()]
-        for worker in alive:
-            worker.terminate()
-        deadline = time.monotonic() + GRACE_SECONDS
-        for worker in alive:
-            worker.join(max(0.0, deadline - time.monotonic()))
-        for worker in alive:
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
-        if self._temporary and is_temporary(self._temporary):
-            shutil.rmtree(self._temporary, ignore_errors=True)
+        """End every worker that is left, and remove what was written unless all went well. Never raises."""
+        with _undisturbed():
+            alive = [worker for worker in self._workers.values() if worker.is_alive()]
+            for worker in alive:
+                worker.terminate()
+            deadline = time.monotonic() + GRACE_SECONDS
+            for worker in alive:
+                worker.join(max(0.0, deadline - time.monotonic()))
+            for worker in alive:
+                if worker.is_alive():
+                    worker.kill()
+                    worker.join()
+            while self._written and any(pipe.poll() and self._noted(pipe) for pipe in self._workers):
+                pass
+            if is_temporary(self._written):
+                shutil.rmtree(self._written, ignore_errors=True)
+            elif self._written and self._made:
+                storage = storage_at(self._written)
+                for name in self._made:
+                    with suppress(DcptoolError):
+                        storage.delete(name)
+
+    def _noted(self, pipe: Connection) -> bool:
+        """Note what a worker said last that is to be removed; False at the end of its pipe."""
+        with suppress(EOFError, OSError):
+            kind, value = pipe.recv()
+            if kind == "made":
+                self._made.append(value)
+            return True
+        return False
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Hold back Ctrl-C and SIGTERM."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _lost(worker: Any, size: int) -> str:
     code = worker.exitcode
     how = f"ended with exit code {code}"
-    if code < 0:
+    if code == 128 + signal.SIGTERM:
+        how = "was stopped by SIGTERM"
+    elif code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
-        how += " (out of memory?)" if -code == signal.SIGKILL else ""
+        how += " (out of memory? fewer --workers need less)" if -code == signal.SIGKILL else ""
     return f"{worker.name} of {size} {how}; nothing was published"
 
 
 def _work(
     pipe: Connection,
+    parent: int,
     rank: int,
     size: int,
     folder: str,
@@ -139,9 +181,10 @@ def _work(
     options: ReshardOptions,
     began: float,
 ) -> None:
-    """Be one of the workers; the parent handles Ctrl-C and ends this process by SIGTERM."""
+    """Be one of the workers; the parent handles Ctrl-C, and ends this process by SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     import torch.distributed as dist
 
@@ -149,36 +192,44 @@ def _work(
     group: Group | None = None
     try:
         store = dist.FileStore(os.path.join(folder, "store"), size)
-        group = Group(store, rank, size, options.timeout)
-        found: Any = run_member(group, source, target, options, began, tell.nbytes, tell.temporary)
+        group = Group(store, rank, size, options.timeout, parent)
+        found: Any = run_member(group, source, target, options, began, tell)
     except DcptoolError as error:
         found = error
+    except Exception as error:
+        found = bug(rank, size, error)
     tell.result(found)
     if group:
         group.leave()
     pipe.close()
+    if os.getppid() != parent:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Telling:
+class _Telling(Audience):
     """Tells the parent what happens; bytes at most every TOLD_SECONDS."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._nbytes, self._last = pipe, 0, 0.0
+        self._lock = threading.Lock()
 
-    def nbytes(self, nbytes: int) -> None:
+    def progress(self, nbytes: int) -> None:
         self._nbytes += nbytes
         now = time.monotonic()
         if now - self._last > TOLD_SECONDS:
             self._send("bytes", self._nbytes)
             self._nbytes, self._last = 0, now
 
-    def temporary(self, path: str) -> None:
-        self._send("temporary", path)
+    def written(self, path: str) -> None:
+        self._send("written", path)
+
+    def made(self, name: str) -> None:
+        self._send("made", name)
 
     def result(self, value: Any) -> None:
         self._send("bytes", self._nbytes)
         self._send("result", value)
 
     def _send(self, kind: str, value: Any) -> None:
-        with suppress(OSError):
+        with suppress(OSError), self._lock:
             self._pipe.send((kind, value))

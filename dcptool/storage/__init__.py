@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dcptool.errors import CheckpointNotFoundError, UnsupportedError
-from dcptool.storage.base import Entry, Sink, Storage, base_name, is_temporary, join, translated, walk
+from dcptool.storage.base import Creator, Entry, Sink, Storage, base_name, is_temporary, join, translated, walk
 from dcptool.storage.local import LocalStorage
 from dcptool.storage.remote import FsspecStorage
 from dcptool.storage.union import UnionStorage
 
 __all__ = [
+    "Creator",
     "Entry",
     "FsspecStorage",
     "LocalStorage",

@@ -43,7 +43,18 @@ class Sink(Protocol):
         """Give up; what was written is removed. Never raises."""
 
 
-class Storage(Protocol):
+class Creator(Protocol):
+    """Where new files can be made."""
+
+    def create(self, name: str) -> Sink:
+        """Begin a new file, with the folders above it.
+
+        Raises:
+            StorageError: it cannot be created, or is there already.
+        """
+
+
+class Storage(Creator, Protocol):
     """The files under `root`. Reading never changes anything; what writes says so in its name.
 
     `piece_nbytes` is how many bytes are best read at once when a whole file is wanted.
@@ -90,13 +101,6 @@ class Storage(Protocol):
 
         Raises:
             StorageError: it cannot be written; what was there before is unchanged.
-        """
-
-    def create(self, name: str) -> Sink:
-        """Begin a new file, with the folders above it.
-
-        Raises:
-            StorageError: it cannot be created, or is there already.
         """
 
     def delete(self, name: str) -> None:
