@@ -1,0 +1,209 @@
+"""reshard against real saves of the same state by real process groups, read and loaded by torch, not by us."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import dcptool
+from dcptool.resharding.plan import ReshardOptions, make_plan
+from tests.conftest import ROOT
+
+pytest.importorskip("torch")
+import torch.distributed.checkpoint as dcp
+
+SCRIPT = ROOT / "tests" / "reshard_saves.py"
+TENSOR_PARALLEL = ("model.*.up.*=tp:0,dp:0", "model.*.down.weight=tp:1,dp:0", "model.*=dp:0")
+TARGETS = {
+    **{f"fsdp{count}": ReshardOptions(count) for count in (1, 2, 3, 4, 6, 7, 8)},
+    "hsdp2x4": ReshardOptions(mesh="rep=2,shard=4", placements=("model.*=shard:0",)),
+    "tp2x3": ReshardOptions(mesh="dp=2,tp=3", placements=TENSOR_PARALLEL),
+    "tp2x2": ReshardOptions(4, mesh="dp=2,tp=2", placements=TENSOR_PARALLEL),
+}
+FROM_A_MESH = {**TARGETS, "fsdp4": ReshardOptions(mesh="dp=4", placements=("model.*=dp:0",))}
+PAIRS = [(source, target) for source in ("fsdp4", "fsdp7", "hsdp2x4") for target in TARGETS if target != source]
+PAIRS += [("tp2x2", target) for target in ("fsdp4", "tp2x3", "hsdp2x4")] + [("tp2x3", "tp2x2"), ("fsdp8", "fsdp3")]
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory):
+    """One state saved in every layout, by groups of processes of these sizes."""
+    folder = tmp_path_factory.mktemp("saves")
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "save", folder], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def of_ranks(fqn: str) -> bool:
+    """Keys of single ranks: a job of another size has others."""
+    return fqn.startswith("dl.rank")
+
+
+def described(metadata) -> dict[str, object]:
+    """Everything a save decides, but for byte offsets, its id, and keys of single ranks."""
+    state = {fqn: entry for fqn, entry in metadata.state_dict_metadata.items() if not of_ranks(fqn)}
+    tensors = {fqn: entry for fqn, entry in state.items() if hasattr(entry, "chunks")}
+    places = {key: place for key, place in metadata.storage_data.items() if not of_ranks(key.fqn)}
+    return {
+        "order": list(state),
+        "kinds": {fqn: type(entry).__name__ for fqn, entry in state.items()},
+        "sizes": {fqn: entry.size for fqn, entry in tensors.items()},
+        "properties": {fqn: entry.properties for fqn, entry in tensors.items()},
+        "chunks": {fqn: entry.chunks for fqn, entry in tensors.items()},
+        "files": {(key.fqn, key.offset): place.relative_path for key, place in places.items()},
+        "hints": {(key.fqn, key.offset): key.index for key in places},
+        "planner_data": [item for item in metadata.planner_data.items() if not of_ranks(item[0])],
+    }
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: str(name))
+def test_metadata_is_that_of_a_real_save(saves, tmp_path, source, target):
+    options = (FROM_A_MESH if source.startswith("tp") else TARGETS)[target]
+    plan = make_plan(str(saves / source), str(tmp_path / "x"), options)
+    ours = described(pickle.loads(b"".join(part.data for part in plan.layout.last[0].parts)))
+    theirs = described(dcp.FileSystemReader(saves / target).read_metadata())
+    for what, value in theirs.items():
+        assert ours[what] == value, what
+    there = {path.name: path.stat().st_size for path in (saves / target).glob("*.distcp")}
+    assert {file.name for file in plan.layout.files} == set(there)
+    assert {file.name for file in plan.layout.files if not file.nbytes} <= {
+        name for name, size in there.items() if not size
+    }
+
+
+def test_one_rank_source_differs_in_what_was_whole_only(saves, tmp_path):
+    """A checkpoint of one rank does not say what was sharded: every tensor with dimensions is."""
+    for target in ("fsdp2", "fsdp8"):
+        plan = make_plan(str(saves / "fsdp1"), str(tmp_path / "x"), TARGETS[target])
+        real = dcp.FileSystemReader(saves / target).read_metadata().state_dict_metadata
+        for fqn, entry in real.items():
+            if hasattr(entry, "chunks") and fqn != "replica":
+                theirs = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+                assert sorted(plan.arrangement.boxes[fqn]) == sorted(theirs)
+
+
+RESHARD = textwrap.dedent(
+    """
+    import json, sys
+    import dcptool
+    for source, target, options in json.loads(sys.argv[1]):
+        dcptool.reshard(source, target, dcptool.ReshardOptions(**options))
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def resharded(saves, tmp_path_factory):
+    """Outputs of real groups of workers: (source, target) → path."""
+    folder = tmp_path_factory.mktemp("resharded")
+    pairs = [("fsdp4", "fsdp1"), ("fsdp4", "fsdp3"), ("fsdp4", "fsdp8"), ("fsdp4", "tp2x3"), ("tp2x3", "fsdp8")]
+    work = []
+    for source, target in pairs:
+        options = {
+            name: value
+            for name, value in TARGETS[target]._asdict().items()
+            if name in ("world_size", "mesh", "placements")
+        }
+        work.append((str(saves / source), str(folder / f"{source}-{target}"), {**options, "workers": 2}))
+    work.append((str(saves / "fsdp4"), str(folder / "fsdp4-48"), {"world_size": 48, "workers": 2}))
+    command = [sys.executable, "-c", RESHARD, json.dumps(work)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {
+        **{(source, target): folder / f"{source}-{target}" for source, target in pairs},
+        ("fsdp4", "48"): folder / "fsdp4-48",
+    }
+
+
+def test_values_are_those_of_the_source(saves, resharded):
+    for (source, _), path in resharded.items():
+        found = dcptool.compare(saves / source, path)
+        assert found.equal, found
+
+
+def test_stock_load_and_training_go_on_as_from_the_original(saves, resharded, tmp_path):
+    """The same model, optimizer, objects and next losses, bit for bit, on as many ranks as it was made for."""
+    wanted: dict[str, list[str]] = {}
+    for (source, target), path in resharded.items():
+        if target != "48":
+            wanted.setdefault(target, []).extend([str(saves / source), str(path)])
+    (tmp_path / "paths.json").write_text(json.dumps(wanted))
+    command = [sys.executable, SCRIPT, "load", tmp_path / "paths.json", tmp_path / "found.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+    compared = 0
+    for (source, target), path in resharded.items():
+        if target == "48":
+            continue
+        original, ours = found[f"{target} {saves / source}"], found[f"{target} {path}"]
+        assert ours["losses"] == original["losses"]
+        assert ours["state"] == original["state"]
+        assert len(set(ours["losses"])) == 3
+        assert ours["state"]["train.step"] == "2"
+        compared += 1
+    assert compared == 5
+
+
+LOAD_48 = textwrap.dedent(
+    """
+    import sys, warnings
+    warnings.simplefilter("ignore")
+    import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    ours, source = sys.argv[1:]
+    metadata = dcp.FileSystemReader(ours).read_metadata()
+    shapes = {fqn: entry for fqn, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")}
+    whole = {fqn: torch.zeros(entry.size, dtype=entry.properties.dtype) for fqn, entry in shapes.items()}
+    _load_state_dict(whole, dcp.FileSystemReader(source), no_dist=True)
+    one = {fqn: torch.ones_like(tensor) for fqn, tensor in whole.items()}
+    _load_state_dict(one, dcp.FileSystemReader(ours), no_dist=True)
+    assert all(torch.equal(one[fqn], whole[fqn]) for fqn in whole)
+    elements = {fqn: 0 for fqn in whole}
+    empty = 0
+    for rank in range(48):
+        dist.init_process_group("fake", rank=rank, world_size=48, store=FakeStore())
+        mesh = init_device_mesh("cpu", (48,))
+        state, boxes = {}, {}
+        for fqn, tensor in whole.items():
+            if not tensor.ndim:
+                state[fqn] = torch.zeros_like(tensor)
+                continue
+            local, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, [Shard(0)])
+            part = torch.full(local, 77, dtype=tensor.dtype)
+            boxes[fqn] = tuple(slice(start, start + size) for start, size in zip(offsets, local))
+            known = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+            state[fqn] = DTensor.from_local(part, mesh, [Shard(0)], **known)
+        _load_state_dict(state, dcp.FileSystemReader(ours), no_dist=True)
+        for fqn, box in boxes.items():
+            part = state[fqn].to_local()
+            assert torch.equal(part, whole[fqn][box]), (rank, fqn)
+            elements[fqn] += part.numel()
+            empty += not part.numel()
+        dist.destroy_process_group()
+    assert all(elements[fqn] == tensor.numel() for fqn, tensor in whole.items() if tensor.ndim)
+    assert empty
+    print("loaded on 48 ranks")
+    """
+)
+
+
+def test_stock_load_on_48_ranks(saves, resharded):
+    """FORMAT F17: rank by rank in one process."""
+    command = [sys.executable, "-c", LOAD_48, str(resharded["fsdp4", "48"]), str(saves / "fsdp4")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "loaded on 48 ranks\n"
+    assert len(list(resharded["fsdp4", "48"].glob("*.distcp"))) == 48
