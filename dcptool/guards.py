@@ -122,4 +122,8 @@ def require_equal(source: Checkpoint, written: Checkpoint, selection: Selection,
 def leftover_notes(path: str) -> list[str]:
     """Name temporary output that an earlier run left beside a path."""
     left = leftovers(path)
-    return [f"{left[0]} is temporary output of a run that was killed; it can be deleted"] if left else []
+    return (
+        [f"{left[0]} is temporary output of a run that was killed, or still works; if none does, delete it"]
+        if left
+        else []
+    )

@@ -12,12 +12,12 @@ from dcptool.checks import Level, check
 from dcptool.copying import Progress, copy, default_threads, memory_nbytes
 from dcptool.errors import ItemError, UnsupportedError
 from dcptool.findings import Finding, Severity
-from dcptool.formats.detect import open_checkpoint
+from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.formats.layouts import is_one_file, lay_out
 from dcptool.guards import damaged, leftover_notes, require_equal, require_same, require_sound
 from dcptool.model import Extent
 from dcptool.publishing import prepare, require_place
-from dcptool.selection import AS_IS, Renaming, select, selects
+from dcptool.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.storage import join
 
 LEAVES_OUT = "--skip-corrupt leaves such entries out."
@@ -173,9 +173,21 @@ def convert(
         tuple(corrupt),
         selection.n_cast,
         memory_nbytes(len(layout.files), threads),
-        (*selection.notes, *layout.notes, *leftover_notes(path)),
+        (
+            *found_below(source, checkpoint),
+            *_unchecked_notes(selection, options),
+            *selection.notes,
+            *layout.notes,
+            *leftover_notes(path),
+        ),
         not dry_run,
     )
+
+
+def _unchecked_notes(selection: Selection, options: ConvertOptions) -> tuple[str, ...]:
+    if not options.check or not selection.n_cast:
+        return ()
+    return (f"--check did not compare the values of the {selection.n_cast:,} tensors that were cast",)
 
 
 def _require_no_part(path: str, checkpoint: Checkpoint) -> None:
@@ -183,7 +195,7 @@ def _require_no_part(path: str, checkpoint: Checkpoint) -> None:
     if not os.path.lexists(path):
         return
     ours = os.path.realpath(path)
-    if any(os.path.realpath(join(checkpoint.root, name)) == ours for name in (*checkpoint.usage, *checkpoint.files)):
+    if any(os.path.realpath(join(checkpoint.root, name)) == ours for name in (*checkpoint.usage, checkpoint.name)):
         raise UnsupportedError(f"{path} belongs to the source {checkpoint.path}; choose another place")
 
 

@@ -107,6 +107,7 @@ def test_no_file_of_the_source_is_replaced(tmp_path):
     assert shard.read_bytes() == before
     convert(index, folder / "all.safetensors", "safetensors")  # beside a file is no part of it
     assert set(dcptool.open(folder / "all.safetensors")) == set(dcptool.open(index))
+    convert(index, folder / "all.safetensors", "safetensors", ConvertOptions(overwrite=True))
 
 
 def test_no_half_of_the_source_is_replaced(tmp_path):
@@ -166,6 +167,25 @@ def test_each_checkpoint_of_a_folder_gets_its_command(tmp_path):
     assert run(*shlex.split(commands[1])[1:]).returncode == 0
     done = run("diff", tmp_path / "run dir", target)
     assert done.stderr.splitlines()[1] == f"  dcptool diff '{tmp_path}/run dir/step_1' {target}"
+
+
+def test_the_one_checkpoint_of_a_folder_is_used_and_named(tmp_path):
+    folder = damage.copy(SOURCE, tmp_path / "out" / "iter_5")
+    expected = f"the one checkpoint in {tmp_path / 'out'} is {folder}"
+    for above in (tmp_path / "out", f"{tmp_path}/out/", f"file://{tmp_path}/out"):
+        assert expected in convert(above, tmp_path / "m.pt", "torch", dry_run=True).notes
+    for itself in (folder, f"{folder}/", folder / ".metadata", os.path.relpath(folder)):
+        notes = convert(itself, tmp_path / "m.pt", "torch", dry_run=True).notes
+        assert not [note for note in notes if note.startswith("the one")]
+    done = run("diff", SOURCE, tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"note: B: {expected}" in done.stdout
+
+
+def test_of_what_was_cast_check_says_that_it_was_not_compared(tmp_path):
+    options = ConvertOptions(check=True, renaming=Renaming(dtype="float16"))
+    notes = convert(SOURCE, tmp_path / "m.safetensors", "safetensors", options).notes
+    assert any(note.startswith("--check did not compare the values of the ") for note in notes)
 
 
 class TestDamage:

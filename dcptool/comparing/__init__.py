@@ -31,7 +31,8 @@ from dcptool.comparing.pairing import Pairing, likely_renames, lone, pair
 from dcptool.comparing.pool import Pool
 from dcptool.comparing.results import Difference, DiffOptions, DiffReport, Known, Rename, Side
 from dcptool.comparing.values import Outcome, Progress, ValueComparison
-from dcptool.formats.detect import open_checkpoint
+from dcptool.findings import Finding, Severity
+from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.selection import select
 
 __all__ = ["DiffOptions", "DiffReport", "compare", "compare_checkpoints"]
@@ -66,10 +67,23 @@ def compare(
         >>> report = dcptool.compare({"model": model.state_dict()}, "ckpt/step_500")
         >>> report.equal, report.only_in_a, report.differences
     """
-    checkpoint = b if isinstance(b, Checkpoint) else open_checkpoint(b)
+    theirs, notes = _opened(b, "B")
     if isinstance(a, Mapping) and not isinstance(a, Checkpoint):
-        return _compare_live(live.known_entries(a), checkpoint, options)
-    return compare_checkpoints(a if isinstance(a, Checkpoint) else open_checkpoint(a), checkpoint, options, progress)
+        report = _compare_live(live.known_entries(a), theirs, options)
+    else:
+        ours, more = _opened(a, "A")
+        report = compare_checkpoints(ours, theirs, options, progress)
+        notes = (*more, *notes)
+    return report._replace(notes=(*notes, *report.notes))
+
+
+def _opened(side: Checkpoint | str | os.PathLike[str], name: str) -> tuple[Checkpoint, tuple[Finding, ...]]:
+    """Open a side; note which checkpoint that is if a folder above it was named."""
+    if isinstance(side, Checkpoint):
+        return side, ()
+    checkpoint = open_checkpoint(side)
+    found = found_below(side, checkpoint)
+    return checkpoint, tuple(Finding("found-below", Severity.NOTE, f"{name}: {message}") for message in found)
 
 
 def compare_checkpoints(

@@ -20,7 +20,7 @@ from dcptool.formats.dcp.reader import METADATA, data_file_rank, is_dcp, megatro
 from dcptool.formats.safetensors import INDEX_SUFFIX, SUFFIX, open_safetensors
 from dcptool.formats.torch_save import LEGACY_MAGIC, open_torch_save
 from dcptool.steps import step_number
-from dcptool.storage import Entry, Location, Storage, join, locate
+from dcptool.storage import Entry, Location, Storage, is_url, join, locate
 
 MAX_LISTED = 20
 MAX_PART_DEPTH = 3
@@ -113,6 +113,17 @@ def open_checkpoint(path: str | os.PathLike[str], also: Sequence[str | os.PathLi
     listed = "\n".join(f"{join(root, part.name)}  ({part.kind})" for part in parts[:MAX_LISTED])
     message = f"{root} holds {len(parts)} checkpoints; name one:\n{listed}"
     raise SeveralCheckpointsError(message, root, tuple(join(root, part.name) for part in parts))
+
+
+def found_below(path: str | os.PathLike[str], checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Say which checkpoint was opened where a folder above it was named; nothing if it was named itself."""
+    given = os.fspath(path)
+    if not is_url(given):
+        given = given.removeprefix("file://")
+        is_above = os.path.isdir(given) and not os.path.samefile(given, checkpoint.root)
+    else:
+        is_above = checkpoint.root.startswith(f"{given.rstrip('/')}/")
+    return (f"the one checkpoint in {given.rstrip('/')} is {checkpoint.root}",) if is_above else ()
 
 
 def open_part(location: Location, name: str) -> Checkpoint:
