@@ -139,6 +139,8 @@ def require_place(path: str, is_file: bool, nbytes: int, overwrite: bool, source
     path = path if is_url(path) else path.removeprefix("file://")
     if not path:
         raise StorageError("the path of the output is empty")
+    if "\0" in path:
+        raise StorageError(f"{path!r} cannot be a path: it has a NUL character")
     for source in sources:
         _require_apart(path, source)
     if is_url(path):

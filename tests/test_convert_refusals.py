@@ -46,6 +46,7 @@ def names(folder):
         ("safetensors", "m.pt", UnsupportedError, "name it m.safetensors, or m for a folder"),
         ("safetensors", "M.Safetensors", UnsupportedError, "would make it a folder"),
         ("dcp", "m.pt", UnsupportedError, "m.pt has a file's name, and --to dcp would make it a folder: name it m"),
+        ("torch", "a\0b", StorageError, "cannot be a path: it has a NUL character"),
         ("torch", "s3://", StorageError, "s3:// names no file in an object store"),
         ("torch", "s3://m.pt", StorageError, "s3://m.pt names no file in an object store"),
         ("dcp", "s3://", StorageError, "s3:// names no folder in an object store"),
