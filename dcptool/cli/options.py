@@ -100,7 +100,7 @@ def also(command: Command) -> Command:
 def threads(command: Command) -> Command:
     """Add --threads."""
     return click.option(
-        "--threads", type=click.IntRange(1), default=None, help="Files read at the same time.  [default: processors]"
+        "--threads", type=click.IntRange(1), default=None, help="How many read at the same time.  [default: by processors]"
     )(command)
 
 
