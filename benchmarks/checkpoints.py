@@ -32,7 +32,8 @@ def small(cache: Path) -> Path:
         script = str(ROOT / "fixtures" / "train.py")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", script]
         command += ["--run-dir", str(run_dir), "--steps", "2", "--save-every", "2"]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        subprocess.run(command, check=True, env=environment, capture_output=True)
     return target
 
 

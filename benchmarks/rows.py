@@ -85,6 +85,20 @@ def _convert(to: str, mib: int, on_mesh: int, against: str) -> Callable[[Path], 
     return commands
 
 
+def _load(mib: int, n_ranks: int) -> Callable[[Path], tuple[list[str], list[str]]]:
+    """A full `dcp.load` through our reader, and through torch's; both processes import torch."""
+
+    def commands(cache: Path) -> tuple[list[str], list[str]]:
+        path = checkpoints.make("model", cache, mib, 0)
+        command = [sys.executable]
+        if n_ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
+        command += ["-m", "benchmarks.load_model", str(path)]
+        return [*command, "dcptool"], [*command, "torch"]
+
+    return commands
+
+
 TORCH = {
     "torch": 'dcp_to_torch_save(*__import__("sys").argv[1:])',
     "dcp": 'torch_save_to_dcp(*__import__("sys").argv[1:])',
@@ -125,5 +139,7 @@ ROWS = {
     "dcp-torch": Row("convert --to dcp, 1 GiB", "torch_save_to_dcp", 1 / 5, 1 / 3, _convert("dcp", 1024, 0, "torch")),
     "diff-1g": Row("diff with a copy, 1 GiB", "cmp", 2.0, None, _diff(1024)),
     "diff-4g": Row("diff with a copy, 4 GiB", "cmp", 2.0, None, _diff(4096)),
+    "load-1-rank": Row("training.Reader, 1 GiB, 1 rank", "FileSystemReader", 1.0, None, _load(1024, 1)),
+    "load-4-ranks": Row("training.Reader, 1 GiB, 4 ranks", "FileSystemReader", 1.0, None, _load(1024, 4)),
     "inspect-10k-tensors": Row("inspect, 10 k tensors", PEER, None, None, _inspect_chunks(10_000, 2)),
 }
