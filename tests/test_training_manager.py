@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
 
 import dcptool  # noqa: E402
 from dcptool.errors import DcptoolError, TrainingError  # noqa: E402
-from dcptool.training import CheckpointManager, Reader, staging  # noqa: E402
+from dcptool.training import CheckpointManager, Reader, TrainState, staging  # noqa: E402
 from tests import damage  # noqa: E402
 from tests.forks import run_ranks, values  # noqa: E402
 from tests.training_jobs import Box, job, train, whole  # noqa: E402
@@ -329,6 +329,32 @@ class TestRestore:
         assert restored.ignored == ("missing from the checkpoint: progress", "only in the checkpoint: gone")
         assert state.shared["progress"].state == {"n": 5}
         assert len(optimizer.state) == 4
+
+    def test_a_new_parameter_has_taken_no_step(self, tmp_path):
+        class Grown(torch.nn.Module):
+            def __init__(self, *names):
+                super().__init__()
+                for name in names:
+                    self.add_module(name, torch.nn.Linear(2, 2))
+
+            def forward(self, value):
+                for part in self.children():
+                    value = part(value)
+                return value
+
+        def made(*names):
+            model = Grown(*names)
+            optimizer = torch.optim.AdamW(model.parameters())
+            return model, optimizer, TrainState(model, optimizer)
+
+        model, optimizer, state = made("a")
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        with CheckpointManager(tmp_path / "run") as manager:
+            manager.save(1, state)
+            model, optimizer, state = made("a", "b")
+            manager.restore(state, strict=False)
+        assert set(optimizer.state) == {model.a.weight, model.a.bias}
 
     def test_a_checkpoint_of_plain_dcp(self, tmp_path):
         """As torch's own tutorial writes it: no marker, no list of what was never stepped."""

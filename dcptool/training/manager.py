@@ -66,7 +66,7 @@ class CheckpointManager:
         self._stager = Stager()
         self._thread: ThreadPoolExecutor | None = None
         self._uploading: Future[str] | None = None
-        self._signalled = threading.Event()
+        self._signalled = False
         self._handlers: dict[signal.Signals, Any] = {}
         self._closed = False
         self._said: set[str] = set()
@@ -93,7 +93,12 @@ class CheckpointManager:
         began = time.perf_counter()
         path = self._begin(step)
         tree = self._state_of(state, path)
-        self._write(path, step, tree, self._ranks, lambda: Times(*[time.perf_counter() - began] * 2))
+
+        def times() -> Times:
+            seconds = time.perf_counter() - began
+            return Times(seconds, seconds)
+
+        self._write(path, step, tree, self._ranks, times)
         return path
 
     def async_save(self, step: int, state: TrainState) -> Future[str]:
@@ -123,8 +128,9 @@ class CheckpointManager:
         def upload() -> str:
             ranks = self._upload_ranks
             copied = ranks.agree(f"{path} was not saved", staged)
-            times = lambda: Times(time.perf_counter() - began, self._stager.blocked_seconds)  # noqa: E731
-            self._write(path, step, copied, ranks, times)
+            self._write(
+                path, step, copied, ranks, lambda: Times(time.perf_counter() - began, self._stager.blocked_seconds)
+            )
             return path
 
         if self._thread is None:
@@ -186,7 +192,7 @@ class CheckpointManager:
         self._require_open()
         done = self._uploading is not None and self._uploading.done()
         failed = done and self._uploading is not None and self._uploading.exception() is not None
-        told = self._ranks.gather((self._signalled.is_set(), failed))
+        told = self._ranks.gather((self._signalled, failed))
         if any(failed for _, failed in told):
             self.wait()
         return any(stop for stop, _ in told)
@@ -259,7 +265,7 @@ class CheckpointManager:
             self._handlers[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled.set()
+        self._signalled = True  # no lock: the handler may interrupt itself
         before = self._handlers.get(signal.Signals(number))
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)

@@ -28,7 +28,7 @@ from dcptool.training.optimizers import loading
 from dcptool.training.ranks import Ranks, sendable
 from dcptool.training.reader import Reader
 from dcptool.training.saving import NO_GRACE
-from dcptool.training.state import MODEL, UNSTARTED, TrainState, rank_key
+from dcptool.training.state import MODEL, OPTIM, UNSTARTED, TrainState, rank_key
 from dcptool.verdict import State, Verdict
 
 logger = logging.getLogger("dcptool.training")
@@ -190,11 +190,15 @@ def _restore(step: int, path: str, state: TrainState, ranks: Ranks, strict: bool
     for name in state.per_rank:
         if f"{name}.{rank_key(ranks.rank)}" not in mine:
             del tree[name]
+    blank = tree[UNSTARTED]
     if UNSTARTED not in checkpoint:
         del tree[UNSTARTED]
     shared = {name: value for name, value in tree.items() if name not in state.per_rank}
     ignored = ranks.agree("comparing it with this job", lambda: _require_fit(shared, checkpoint, mine, strict))
     _load(tree, checkpoint, ranks, strict)
+    stored = {fqn.rpartition(".")[0] for fqn in checkpoint.tensors}
+    not_stored = [fqn for fqn in blank if f"{OPTIM}.state.{fqn}" not in stored]
+    tree[UNSTARTED] = [*(tree.get(UNSTARTED) or ()), *not_stored]
     with loading(state.optimizers):
         ranks.agree("taking its state over", lambda: state.load_state_dict(tree, strict=strict))
     per_rank = _per_rank(mine, tuple(state.per_rank), ranks.world_size)

@@ -64,7 +64,7 @@ def make_room(root: str, step: int) -> None:
         if not is_url(root) and os.path.lexists(join(root, name)):
             raise OutputExistsError(f"{join(root, name)} is no folder: remove it, or save elsewhere") from error
         return
-    if entries and _is_only_one(root, name) and isinstance(storage, LocalStorage):
+    if entries and isinstance(storage, LocalStorage) and _is_only_one(root, name):
         aside = next(other for other in _asides(step) if not os.path.lexists(join(root, other)))
         logger.warning("%s is the only complete checkpoint: it is kept as %s until it is saved anew", name, aside)
         os.rename(join(root, name), join(root, aside))
