@@ -100,7 +100,10 @@ def also(command: Command) -> Command:
 def threads(command: Command) -> Command:
     """Add --threads."""
     return click.option(
-        "--threads", type=click.IntRange(1), default=None, help="How many read at the same time.  [default: by processors]"
+        "--threads",
+        type=click.IntRange(1),
+        default=None,
+        help="Reads at the same time.  [default: by processors]",
     )(command)
 
 
