@@ -15,6 +15,8 @@ from dcptool.errors import CheckpointNotFoundError, DcptoolError, OutputExistsEr
 from dcptool.model import OutputFile
 from dcptool.storage import LocalStorage, Storage, is_temporary, is_url, join, locate, storage_at
 
+DISCARD_ATTEMPTS = 5
+
 
 class Target:
     """A place for output that is about to be written.
@@ -91,8 +93,10 @@ class Target:
         with suppress(OSError):
             if self._temporary and self.is_file:
                 os.unlink(self._temporary)
-            elif self._temporary:
-                shutil.rmtree(self._temporary)
+        for _ in range(DISCARD_ATTEMPTS):
+            if not self._temporary or not os.path.isdir(self._temporary):
+                break
+            shutil.rmtree(self._temporary, ignore_errors=True)  # another process may still be removing its own
         for name in () if self._temporary else self._names:
             with suppress(DcptoolError):
                 self.storage.delete(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from dcptool.cli import options
@@ -91,6 +93,8 @@ def reshard(
     problem = options_problem(chosen)
     if problem:
         raise click.UsageError(problem)
+    # torch's own lines on lost connections, with C++ stacks, would bury the one that says what happened.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     with bar(quiet) as progress:
         done = reshard_path(source, target, chosen, dry_run=dry_run, progress=progress)
     quiet = quiet or not speaks_for_all()

@@ -22,6 +22,8 @@ BEAT_SECONDS = 1.0
 POLL_SECONDS = 0.02
 SLOW_POLL_SECONDS = 0.25
 """How often members look for the others once that has taken a while: a hundred of them share one store."""
+LINGER_SECONDS = 3.0
+"""How long a member waits for the others to stop before it takes away what they still use."""
 ORPHAN_SECONDS = 5.0
 """How long a member whose parent is gone may take to end in order."""
 
@@ -33,18 +35,22 @@ class Group:
         store: a torch.distributed store that all members share.
         rank, size: this member's number, and how many there are.
         timeout: seconds after which a silent member is given up.
-        parent: id of the process without which this one shall end; None if it needs nobody.
+        parent: id of the process without which this one shall end, and which cleans up; None if it needs nobody.
+        hosts: the store ends with this process.
 
     Raises:
         WorkerError: a member has not come within the timeout.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: float, parent: int | None = None) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: float, parent: int | None = None, hosts: bool = False
+    ) -> None:
         import torch.distributed as dist
 
-        self.rank, self.size, self._timeout, self._parent = rank, size, timeout, parent
+        self.rank, self.size, self._timeout, self._parent, self._hosts = rank, size, timeout, parent, hosts
         self._store = dist.PrefixStore("dcptool", store)
         self._n_meetings = 0
+        self._given_up: set[int] = set()
         self._over = threading.Event()
         self.failed = threading.Event()
         """Set when some member has failed: the others need not finish."""
@@ -71,7 +77,23 @@ class Group:
 
     def fail(self) -> None:
         """Tell the others that this member has failed, so that they stop."""
-        self._store.set("failed", str(self.rank))
+        with _Translated():
+            self._store.set("failed", str(self.rank))
+
+    def halt(self) -> None:
+        """Tell the others to stop, and wait a moment until they do. Never raises."""
+        if self._parent is None:
+            with suppress(RuntimeError):
+                self.fail()
+                self._linger("gave", "left")
+
+    def _linger(self, *signs: str) -> None:
+        """Wait until each of the others has given one of the signs, or for LINGER_SECONDS."""
+        others = [rank for rank in range(self.size) if rank != self.rank and rank not in self._given_up]
+        deadline = time.monotonic() + LINGER_SECONDS
+        while others and time.monotonic() < deadline:
+            others = [rank for rank in others if not any(self._store.check([f"{sign} {rank}"]) for sign in signs)]
+            time.sleep(POLL_SECONDS)
 
     def share(self, value: Any) -> Any:
         """Return on every member what rank 0 gives.
@@ -88,13 +110,15 @@ class Group:
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return on every member what all of them give, by rank.
+        """Return on every member what all of them give, by rank; who gives writes no more.
 
         Raises:
             WorkerError: a member is gone.
         """
         import torch.distributed as dist
 
+        with _Translated():
+            self._store.set(f"gave {self.rank}", "")
         self._meet()
         found: list[Any] = [None] * self.size
         with _Translated():
@@ -110,6 +134,8 @@ class Group:
         with suppress(RuntimeError):
             self._why(f"rank {self.rank} of {self.size} was stopped, so the others stop too")
             self._store.set(f"left {self.rank}", "")
+            if self._hosts:
+                self._linger("left")
         with suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group()
 
@@ -148,6 +174,7 @@ class Group:
             silent = silent + passed if beat == last else 0.0
             silences[rank] = beat, silent
             if silent > self._timeout:
+                self._given_up.add(rank)
                 raise WorkerError(self._why(_gone(rank, self.size, self._timeout, came=beat != b"")))
 
     def _why(self, cause: str) -> str:
@@ -187,7 +214,10 @@ class _Translated:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, DcptoolError):
-            raise WorkerError(f"the connection to another process of the group broke: {_first_line(error)}") from error
+            raise WorkerError(
+                f"the connection to another process of the group broke ({_first_line(error)}): it was stopped, or its "
+                "machine is gone"
+            ) from error
 
 
 def _gone(rank: int, size: int, timeout: float, came: bool) -> str:
@@ -222,7 +252,7 @@ def torchrun_group(timeout: float) -> Group:
         who = "cannot be opened here" if hosts else "does not answer: rank 0, or torchrun on its machine, is not there"
         raise WorkerError(f"{host}:{port}, where the processes meet, {who} ({_first_line(error)})") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Group(dist.PrefixStore(f"attempt {attempt}", store), rank, size, timeout)
+    return Group(dist.PrefixStore(f"attempt {attempt}", store), rank, size, timeout, hosts=hosts)
 
 
 def _first_line(error: Exception) -> str:

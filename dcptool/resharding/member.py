@@ -177,6 +177,7 @@ def run_member(
                 place = stack.enter_context(
                     prepare(plan.target, False, plan.nbytes, options.overwrite, plan.source.path)
                 )
+                stack.push(lambda kind, *_: group.halt() if kind else None)
                 audience.written(place.written)
                 told = _Work(plan.source.path, place.written, _shares(plan, group.size))
             except DcptoolError as error:

@@ -29,6 +29,8 @@ TOLD_SECONDS = 0.1
 """How often a worker tells its bytes."""
 GRACE_SECONDS = 5.0
 """How long a worker may take to end by itself once it is told to."""
+LAST_SECONDS = 2.0
+"""How long the others are waited for once one worker has told the result."""
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -87,8 +89,11 @@ class _Watch:
         """
         waiting = dict(self._workers)
         found: Resharded | DcptoolError | None = None
+        deadline: float | None = None
         while waiting:
-            ready: list[Any] = wait(list(waiting))
+            ready: list[Any] = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if not ready:  # the others need not be waited for: one may be suspended
+                break
             for pipe in ready:
                 try:
                     kind, value = pipe.recv()
@@ -107,10 +112,11 @@ class _Watch:
                     self._made.append(value)
                 elif kind == "result":
                     found = found or value
-        if isinstance(found, WorkerError) and found.trace:
-            raise found from RuntimeError(f"\n{found.trace}")
+                    deadline = deadline or time.monotonic() + LAST_SECONDS
         if isinstance(found, DcptoolError):
-            raise found
+            found.told_elsewhere = False  # whoever it came from: here is where the user is told
+            trace = getattr(found, "trace", "")
+            raise found from (RuntimeError(f"\n{trace}") if trace else None)
         if found is None:
             raise WorkerError("the workers ended without a result; this is a bug")
         self._written = ""
@@ -122,6 +128,8 @@ class _Watch:
             alive = [worker for worker in self._workers.values() if worker.is_alive()]
             for worker in alive:
                 worker.terminate()
+                with suppress(OSError):  # one that is suspended ends in order, too
+                    os.kill(worker.pid, signal.SIGCONT)
             deadline = time.monotonic() + GRACE_SECONDS
             for worker in alive:
                 worker.join(max(0.0, deadline - time.monotonic()))
@@ -198,12 +206,13 @@ def _work(
         found = error
     except Exception as error:
         found = bug(rank, size, error)
+    finally:
+        if group:
+            group.leave()
+        if os.getppid() != parent:
+            shutil.rmtree(folder, ignore_errors=True)
     tell.result(found)
-    if group:
-        group.leave()
     pipe.close()
-    if os.getppid() != parent:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Telling(Audience):
