@@ -34,8 +34,8 @@ from dcptool.formats.dcp.items import undo_transforms
 from dcptool.formats.dcp.metadata import read_records
 from dcptool.formats.torch_zip import TorchZip
 from dcptool.pickles import inert
-from dcptool.pickles.emit import call, emit, new, ref
-from dcptool.pickles.standins import Global, Node, PersistentId
+from dcptool.pickles.emit import emit
+from dcptool.pickles.standins import Global, Node, PersistentId, call, new, ref
 from tests.conftest import FOREIGN
 
 torchfree = pytest.mark.torchfree

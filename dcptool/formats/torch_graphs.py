@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from dcptool import dtypes
 from dcptool.errors import ItemError
 from dcptool.model import Ints, Record
-from dcptool.pickles.emit import call, ref
-from dcptool.pickles.standins import Global, Node, PersistentId
+from dcptool.pickles.standins import Global, Node, PersistentId, call, ref
 from dcptool.regions import contiguous_strides, volume
 
 TAIL = (("byteorder", b"little"), ("version", b"3\n"))

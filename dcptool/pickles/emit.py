@@ -9,7 +9,6 @@ Source: the opcodes of CPython's `pickletools`; torch 2.13, `_weights_only_unpic
 
 from __future__ import annotations
 
-import functools
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from itertools import chain, islice
 from typing import Any
 
 from dcptool.errors import MetadataError, UnsafePickleError
-from dcptool.pickles.standins import Global, Node, PersistentId
+from dcptool.pickles.standins import Global, Node, PersistentId, Printed, call, ref
 
 PROTOCOLS = (2, 4)
 MAX_REPEATED = 100_000
@@ -57,29 +56,6 @@ def emit(root: Any, protocol: int = 2) -> bytes:
     if protocol not in PROTOCOLS:
         raise ValueError(f"pickles are written in protocol 2 or 4, not {protocol!r}")
     return _Writer(protocol).write(root)
-
-
-@functools.lru_cache(1024)
-def ref(name: str) -> Global:
-    """Return the stand-in for the name `module.name`, split at the last dot."""
-    return Global(*name.rsplit(".", 1))
-
-
-def call(name: str, *args: Any) -> Node:
-    """Return the stand-in for the result of calling `module.name` with these arguments."""
-    return Node(ref(name), args, True)
-
-
-def new(name: str, state: Any = None) -> Node:
-    """Return the stand-in for an instance of the class `module.name`.
-
-    Args:
-        name: the class, split at the last dot.
-        state: its attributes as a dict, or what its `__setstate__` takes; None for none.
-    """
-    node = Node(ref(name), (), False)
-    node.state = state
-    return node
 
 
 class _Writer:
@@ -143,7 +119,7 @@ class _Writer:
         return index
 
     def _get(self, index: int) -> None:
-        self.out += b"h%c" % index if index < 256 else b"j" + index.to_bytes(4, "little")
+        self.out += _fetch(index)
 
     def _open(self, value: Any, n_parts: int) -> None:
         """Note that a value is begun which gets into the memo after its parts: they may lead to it again."""
@@ -342,6 +318,21 @@ class _Writer:
         yield value.value
         self.out.append(0x51)  # BINPERSID
 
+    def _printed(self, value: Printed) -> Iterator[Any]:
+        if self.protocol < 4:
+            raise TypeError("opcodes are printed in protocol 4 only")
+        for part in value.parts:
+            if self._index(part) is None:
+                yield part
+                self.out += b"0"  # POP: it was written for the memo alone
+        data, n_memo = value.write(lambda part: _fetch(self._index(part) or 0))
+        self.out += data
+        self.n_memo += n_memo
+
+    def _index(self, part: Any) -> int | None:
+        """Return where in the memo a name or a string is, None if it is not."""
+        return self.texts.get(part) if isinstance(part, str) else self.names.get(self._place(part))
+
     def _call(self, value: Any, name: str, *args: Any) -> Iterator[Any]:
         """Give the call that stands for a value without an opcode of its own."""
         node = self.calls.setdefault(id(value), call(name, *args))
@@ -352,6 +343,11 @@ class _Writer:
         if self.protocol >= 4:
             return self._call(value, "__builtin__.bytearray", bytes(value))
         return self._call(value, "__builtin__.bytearray", value.decode("latin-1"), "latin-1")
+
+
+def _fetch(index: int) -> bytes:
+    """Return the opcode that fetches a memo entry."""
+    return b"h%c" % index if index < 256 else b"j" + index.to_bytes(4, "little")
 
 
 def _line(text: str, opcode: bytes = b"") -> bytes:
@@ -381,4 +377,5 @@ _BEGIN: dict[type, Callable[[_Writer, Any], _Parts]] = {
     Global: _Writer._name,
     Node: _Writer._node,
     PersistentId: _Writer._persistent,
+    Printed: _Writer._printed,
 }

@@ -6,6 +6,8 @@ Every name becomes a `Global`, every call or instance a `Node` that remembers ho
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _MAX_CALLS = 8
@@ -60,6 +62,46 @@ class PersistentId:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+class Printed:
+    """A value whose opcodes somebody else writes: for a million records alike, one by one would be slow.
+
+    Attributes:
+        parts: names and strings that the opcodes fetch; they are put into the memo before.
+        write: gets what gives the opcode that fetches each part, and returns the opcodes that leave the value on the
+            stack, with MEMOIZE wherever a pickler writes it, and how often that is. Protocol 4 only.
+    """
+
+    __slots__ = ("parts", "write")
+
+    def __init__(
+        self, parts: Iterable[Global | str], write: Callable[[Callable[[Any], bytes]], tuple[bytes, int]]
+    ) -> None:
+        self.parts, self.write = parts, write
+
+
+@functools.lru_cache(1024)
+def ref(name: str) -> Global:
+    """Return the stand-in for the name `module.name`, split at the last dot."""
+    return Global(*name.rsplit(".", 1))
+
+
+def call(name: str, *args: Any) -> Node:
+    """Return the stand-in for the result of calling `module.name` with these arguments."""
+    return Node(ref(name), args, True)
+
+
+def new(name: str, state: Any = None) -> Node:
+    """Return the stand-in for an instance of the class `module.name`.
+
+    Args:
+        name: the class, split at the last dot.
+        state: its attributes as a dict, or what its `__setstate__` takes; None for none.
+    """
+    node = Node(ref(name), (), False)
+    node.state = state
+    return node
 
 
 def qualified_name(value: Any) -> str:

@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint
 from dcptool.errors import LayoutError
+from dcptool.formats.dcp import printing
+from dcptool.formats.dcp.printing import Place
 from dcptool.formats.dcp.reader import METADATA, collector_paused, data_file_rank
 from dcptool.formats.torch_graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
 from dcptool.formats.torch_zip_write import Member, Template, lay_out_zip, template
 from dcptool.marker import NAME, Marker
 from dcptool.model import Fill, Ints, Literal, OutputFile, Part, Verbatim
-from dcptool.pickles.emit import call, emit, new, ref
-from dcptool.pickles.standins import Node
+from dcptool.pickles.emit import emit
+from dcptool.pickles.standins import Node, call, new, ref
 from dcptool.regions import Box, volume
 from dcptool.selection import SelectedObject, SelectedTensor, Selection
 from dcptool.steps import step_number
@@ -45,16 +47,6 @@ class Arrangement(NamedTuple):
 
     files: Mapping[str, Sequence[tuple[str, Box | None]]]
     boxes: Mapping[str, Sequence[Box]]
-
-
-class Place(NamedTuple):
-    """Where an item will be, in bytes of its file; `offsets` is None for an object."""
-
-    name: str
-    offsets: Ints | None
-    file: str
-    byte_offset: int
-    nbytes: int
 
 
 class DcpLayout(NamedTuple):
@@ -264,11 +256,8 @@ def _metadata(
         properties = new(
             f"{_RECORDS}.TensorProperties", (ref(f"torch.{item.dtype}"), layout, trained, memory_format, False)
         )
-        chunks = [
-            new(f"{_RECORDS}.ChunkStorageMetadata", {"offsets": _size(offsets), "sizes": _size(sizes)})
-            for offsets, sizes in boxes[name]
-        ]
-        fields = {"properties": properties, "size": _size(item.entry.shape), "chunks": chunks}
+        size = call("torch.Size", item.entry.shape)
+        fields = {"properties": properties, "size": size, "chunks": printing.chunks(boxes[name])}
         state[item.name] = new(f"{_RECORDS}.TensorStorageMetadata", fields)
     paths = {item.name: item.path for item in selection.in_order}
     nested = any(found is not None for found in paths.values())
@@ -277,31 +266,9 @@ def _metadata(
     whole: dict[str, Any] = {
         "state_dict_metadata": state,
         "planner_data": planner_data,
-        "storage_data": _storage_data(places, boxes),
+        "storage_data": printing.places(places, boxes),
         "storage_meta": new(f"{_RECORDS}.StorageMeta", storage_meta),
         "version": "1.0.0",
         **{name: value for name, value in checkpoint.extra.items() if name != _PLANS},
     }
     return new(f"{_RECORDS}.Metadata", whole)
-
-
-def _storage_data(places: Sequence[Place], boxes: Mapping[str, Sequence[Box]]) -> dict[Node, Node]:
-    indexes = {name: {offsets: index for index, (offsets, _) in enumerate(found)} for name, found in boxes.items()}
-    found = {}
-    for place in places:
-        offset = None if place.offsets is None else _size(place.offsets)
-        index = None if place.offsets is None else indexes[place.name][place.offsets]
-        key = {"fqn": place.name, "offset": offset, "index": index}
-        info = {
-            "relative_path": place.file,
-            "offset": place.byte_offset,
-            "length": place.nbytes,
-            "transform_descriptors": None,
-        }
-        where = new("torch.distributed.checkpoint.filesystem._StorageInfo", info)
-        found[new(f"{_RECORDS}.MetadataIndex", key)] = where
-    return found
-
-
-def _size(numbers: Ints) -> Node:
-    return call("torch.Size", tuple(numbers))
