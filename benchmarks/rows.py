@@ -99,6 +99,23 @@ def _load(mib: int, n_ranks: int) -> Callable[[Path], tuple[list[str], list[str]
     return commands
 
 
+def _reshard(mib: int, n_ranks: int, against: str, *options: str) -> Callable[[Path], tuple[list[str], list[str]]]:
+    """Our reshard of four ranks' checkpoint, against N processes of torch that load and save, or against `cp -r`."""
+
+    def commands(cache: Path) -> tuple[list[str], list[str]]:
+        source = checkpoints.make("model", cache, mib, int(bool(options)))
+        out, other = cache / "out.ranks", cache / "out.other"
+        layout = " ".join(options) or f"--world-size {n_ranks}"
+        ours = f"rm -rf {out}; {sys.executable} -m dcptool reshard --quiet {layout} {source} {out}"
+        theirs = f"rm -rf {other}; cp -r {source} {other} && sync {other}/*"
+        if against == "torch":
+            launch = f"-m torch.distributed.run --standalone --nproc-per-node {n_ranks} -m benchmarks.reshard_torch"
+            theirs = f"rm -rf {other}; OMP_NUM_THREADS=1 {sys.executable} {launch} {source} {other}"
+        return ["sh", "-c", ours], ["sh", "-c", theirs]
+
+    return commands
+
+
 TORCH = {
     "torch": 'dcp_to_torch_save(*__import__("sys").argv[1:])',
     "dcp": 'torch_save_to_dcp(*__import__("sys").argv[1:])',
@@ -141,5 +158,20 @@ ROWS = {
     "diff-4g": Row("diff with a copy, 4 GiB", "cmp", 2.0, None, _diff(4096)),
     "load-1-rank": Row("training.Reader, 1 GiB, 1 rank", "FileSystemReader", 1.0, None, _load(1024, 1)),
     "load-4-ranks": Row("training.Reader, 1 GiB, 4 ranks", "FileSystemReader", 1.0, None, _load(1024, 4)),
+    "reshard-8": Row("reshard 4 → 8, 1 GiB", "torchrun 8 × (load, save)", 1 / 6, 1 / 4, _reshard(1024, 8, "torch")),
+    "reshard-48": Row("reshard 4 → 48, 1 GiB", "cp -r, sync", None, None, _reshard(1024, 48, "cp")),
+    "reshard-48-columns": Row(
+        "reshard 2×2 mesh → Shard(1) × 48, 1 GiB",
+        "cp -r, sync",
+        None,
+        None,
+        _reshard(1024, 48, "cp", "--mesh r=48", "--placement '*=r:1'"),
+    ),
+    **{
+        f"reshard-{n_ranks}-{mib}m": Row(
+            f"reshard 4 → {n_ranks}, {mib} MiB", "cp -r, sync", None, None, _reshard(mib, n_ranks, "cp")
+        )
+        for n_ranks, mib in ((8, 256), (8, 1024), (8, 4096), (64, 1024), (512, 1024))
+    },
     "inspect-10k-tensors": Row("inspect, 10 k tensors", PEER, None, None, _inspect_chunks(10_000, 2)),
 }
