@@ -17,7 +17,7 @@ _SERVER.set_forkserver_preload(
     [
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
-        "torch.distributed.tensor",
+        "torch.distributed.tensor.parallel",
         "dcptool.training",
         "torch._dynamo",
         "pytest",

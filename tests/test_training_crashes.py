@@ -181,11 +181,11 @@ def kill_everywhere(tmp_path, scenario, how, victim, every_write, stride=1):
 
 @pytest.mark.parametrize("scenario", [name for name in SCENARIOS if "wider" not in name])
 def test_a_save_killed_at_every_file_event(tmp_path, scenario):
-    counted, events = kill_everywhere(tmp_path, scenario, "save", 0, False)
+    stride = 1 if scenario == "the only step anew" else 2  # the slow test takes them all
+    counted, events = kill_everywhere(tmp_path, scenario, "save", 0, False, stride)
     assert counted == sorted(counted)  # from some event on the new step counts, and not before
     assert not counted[0]
-    assert set(events) >= {"open", "os.rename", "fsync", "write"}
-    assert ("os.remove" in events) == (scenario not in ("a new step", "the only step anew"))
+    assert set(events) >= {"open", "os.remove", "os.rename", "fsync", "write"}
 
 
 @pytest.mark.parametrize("victim", [0, 1])
