@@ -78,17 +78,24 @@ def compare(ours: Sequence[str], theirs: Sequence[str], n_runs: int) -> tuple[Si
     )
 
 
-def _sample(session: int, peak: list[int], done: threading.Event) -> None:
-    page = os.sysconf("SC_PAGE_SIZE")
+def _sample(root: int, peak: list[int], done: threading.Event) -> None:
     while not done.wait(SAMPLE_SECONDS):
-        total = 0
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                try:
-                    with open(f"/proc/{name}/stat") as stat:
-                        fields = stat.read().rpartition(")")[2].split()
-                except OSError:
-                    continue
-                if int(fields[3]) == session:
-                    total += int(fields[21]) * page
-        peak[0] = max(peak[0], total)
+        peak[0] = max(peak[0], _resident(root))
+
+
+def _resident(root: int) -> int:
+    """Return the resident bytes of a process and all its descendants; torchrun's workers have sessions of their own."""
+    parents: dict[int, int] = {}
+    pages: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat") as stat:
+                    fields = stat.read().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(name)], pages[int(name)] = int(fields[1]), int(fields[21])
+    family = {root}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(pages.get(pid, 0) for pid in family) * os.sysconf("SC_PAGE_SIZE")
