@@ -376,6 +376,14 @@ class TestRestore:
         with CheckpointManager(tmp_path / "exp") as manager, pytest.raises(TrainingError, match="checkpoints: name"):
             manager.restore(job()[2])
 
+    def test_a_run_directory_named_like_its_only_step(self, tmp_path):
+        run(tmp_path / "4", 4)
+        with CheckpointManager(tmp_path / "4") as manager, pytest.raises(TrainingError, match="name the run directory"):
+            manager.restore(job()[2])
+        run(tmp_path / "5", 4, 6)
+        with CheckpointManager(tmp_path / "5") as manager:
+            assert manager.restore(job()[2]).step == 6
+
     def test_warm_start(self, tmp_path, manager):
         weights = run(tmp_path / "other", 1, 2, progress=Box(n=1))
         model, optimizer, state = job(seed=1, progress=Box(n=5))

@@ -22,6 +22,7 @@ from dcptool.errors import CheckpointNotFoundError, LayoutError, TrainingError
 from dcptool.formats.detect import open_checkpoint
 from dcptool.newest import find_latest
 from dcptool.runs import runs_at
+from dcptool.steps import in_step_order
 from dcptool.storage import locate
 from dcptool.summary import world_size
 from dcptool.training.optimizers import loading
@@ -157,6 +158,10 @@ def _look(root: str, before: str | None) -> _Looked:
         return _Looked("", "", 0, (), False)
     if latest.run.rstrip("/") != root.rstrip("/") or "run directories" in latest.problem:
         raise LayoutError(f"{root} holds the run directory {latest.run}: name the one that holds the steps itself")
+    if latest.problem:
+        steps = in_step_order(entry.name for entry in locate(root).storage.entries() if entry.is_dir)
+        if steps:  # `run/4/step_4`: all of it could be one checkpoint
+            raise LayoutError(f"{root} is named like the step in it, {steps[-1]}; name the run directory otherwise")
     others = tuple((verdict.path, f"{verdict.state.value}: {verdict.reason}") for verdict in latest.skipped)
     verdict = latest.verdict
     existed = verdict is not None or any(map(_has_existed, latest.skipped))
