@@ -186,16 +186,19 @@ class Group:
         return bytes(self._store.get(key)) if self._store.check([key]) else b""
 
     def _beat(self) -> None:
-        """Say again and again that this process lives, and listen for the failure of another."""
+        """Say again and again that this process lives, and listen for the failure or the end of another."""
         count = 0
         orphaned = 0.0
+        silences: dict[int, tuple[bytes, float]] = {}
+        watched = [] if self.rank or self._parent is not None else list(range(1, self.size))
         while True:
             count += 1
             try:
                 self._store.set(f"beat {self.rank}", str(count))
-                if self._store.check(["failed"]):
+                self._require_alive(watched, BEAT_SECONDS, silences)
+                if self._store.check(["failed"]) or self._store.check(["why"]):
                     self.failed.set()
-            except RuntimeError:  # the store is gone; the next meeting tells
+            except RuntimeError:  # one is gone, or the store; the next meeting tells
                 self.failed.set()
             if self._parent not in (None, os.getppid()):
                 self.failed.set()

@@ -22,6 +22,7 @@ from dcptool.storage import is_url, locate
 from dcptool.summary import world_size
 
 MAX_NAMED = 3
+MIN_TIMEOUT = 2.0
 
 
 class ReshardOptions(NamedTuple):
@@ -97,32 +98,40 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
         ItemError: the source is damaged; the message names tensor, file and bytes.
         LayoutError: what is wanted cannot be laid out; the message names the tensor.
     """
-    checkpoint = open_checkpoint(source if source is not None else source_here(), options.also)
+    told: tuple[str, ...] = ()
+    if source is None:
+        source, told = source_here()
+    checkpoint = open_checkpoint(source, options.also)
     selection = select(checkpoint, options.keys, options.exclude)
     require_sound(checkpoint, selection, options.keys, options.exclude)
     wanted = _target(options)
     path = os.fspath(target) if target is not None else default_target(checkpoint.path, wanted.n_ranks)
+    _require_common(selection, wanted)
     rules = Rules(checkpoint, selection, wanted)
     arrangement = assign(rules.held(), wanted.n_ranks)
     layout = lay_out_dcp(checkpoint, selection, path, "reshard", arrangement)
-    notes = (*layout.notes, *_notes(checkpoint, selection, rules, wanted))
+    notes = (*told, *layout.notes, *_notes(checkpoint, selection, rules, wanted))
     return Plan(checkpoint, selection, path, arrangement, layout, wanted.n_ranks, notes)
 
 
-def source_here() -> str:
-    """Return the checkpoint in the current folder, or the newest complete one of the run in or below it.
+def source_here() -> tuple[str, tuple[str, ...]]:
+    """Return the checkpoint in the current folder, or the newest complete one of the run in or below it, and notes.
 
     Raises:
         CheckpointNotFoundError: there is none, or it is not clear which.
     """
     here = os.getcwd()
     if is_dcp({entry.name: entry.nbytes for entry in locate(here).storage.entries()}):
-        return here
+        return here, (f"the source is the checkpoint in the current folder, {here}",)
     found = find_latest(here)
     if found.path is None:
         why = found.problem or f"{found.run}: no step is complete; dcptool verify {found.run} says why"
         raise CheckpointNotFoundError(f"{why}\nName the checkpoint to reshard: dcptool reshard --world-size N SRC")
-    return found.path
+    passed = [
+        f"{verdict.name} is {verdict.state.value} and was passed over: {verdict.reason}" for verdict in found.skipped
+    ]
+    warned = [finding.message for finding in (*found.warnings, *found.pointers)]
+    return found.path, (f"the source is the newest complete step, {found.path}", *passed, *warned)
 
 
 def default_target(source: str, n_ranks: int) -> str:
@@ -149,6 +158,10 @@ def options_problem(options: ReshardOptions) -> str:
         return "--placement needs --mesh, such as --mesh dp=6,tp=8"
     if not ways and options.world_size is None:
         return "give --world-size N, or --mesh, --like or --files"
+    if options.timeout < MIN_TIMEOUT:
+        return f"--timeout must be at least {MIN_TIMEOUT:g}s: a process shows every second that it lives"
+    n_ranks = options.world_size or options.files or 1
+    said = f"--files {options.files}"
     if options.mesh is not None:
         try:
             mesh = parse_mesh(options.mesh)
@@ -156,6 +169,11 @@ def options_problem(options: ReshardOptions) -> str:
                 parse_placement(text, mesh)
         except LayoutError as error:
             return str(error)
+        n_ranks, said = mesh.n_ranks, f"--mesh {options.mesh}, which is {mesh.n_ranks:,} ranks"
+    if n_ranks > MAX_RANKS:
+        return f"{n_ranks:,} ranks are more than the {MAX_RANKS:,} dcptool lays out"
+    if (options.mesh or options.files) and options.world_size not in (None, options.files or n_ranks):
+        return f"--world-size {options.world_size} contradicts {said}"
     return ""
 
 
@@ -178,14 +196,31 @@ def _target(options: ReshardOptions) -> Target:
     elif options.files is not None:
         found = Target(options.files, repack=True)
     if options.world_size not in (None, found.n_ranks):
-        raise LayoutError(f"--world-size {options.world_size} contradicts the other layout, of {found.n_ranks} ranks")
-    if not 1 <= found.n_ranks <= MAX_RANKS:
-        raise LayoutError(f"{found.n_ranks:,} ranks cannot be laid out; 1 to {MAX_RANKS:,} can")
+        raise LayoutError(
+            f"--world-size {options.world_size} contradicts --like {options.like}, which {found.n_ranks} ranks saved"
+        )
     return found
+
+
+def _require_common(selection: Selection, target: Target) -> None:
+    """Refuse a layout that says nothing of what is selected.
+
+    Raises:
+        LayoutError: `--like` has none of the entries.
+    """
+    names = [item.name for item in selection.in_order]
+    if target.like is not None and not any(name in target.like for name in names):
+        raise LayoutError(
+            f"--like {target.like.path} has none of the entries: there {_named(list(target.like))}, here {_named(names)}"
+        )
 
 
 def _notes(checkpoint: Checkpoint, selection: Selection, rules: Rules, target: Target) -> list[str]:
     notes = []
+    names = [item.name for item in selection.tensors]
+    for placement in target.placements:
+        if not any(map(placement.matches, names)):
+            notes.append(f"--placement {placement.glob!r} matches no tensor; names are such as {_named(names)}")
     if rules.kept:
         hint = mesh_hint(rules.kept, target.n_ranks)
         how = f"; {hint} would cut them as a job of {target.n_ranks} ranks does" if hint else ""
