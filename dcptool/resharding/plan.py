@@ -211,7 +211,8 @@ def _require_common(selection: Selection, target: Target) -> None:
     names = [item.name for item in selection.in_order]
     if target.like is not None and not any(name in target.like for name in names):
         raise LayoutError(
-            f"--like {target.like.path} has none of the entries: there {_named(list(target.like))}, here {_named(names)}"
+            f"--like {target.like.path} has none of the entries, which are {_named(names)}; "
+            f"its own are {_named(list(target.like))}"
         )
 
 
