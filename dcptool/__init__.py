@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dcptool.retention import delete_steps, plan_prune
     from dcptool.rewrite import ConvertOptions, convert
     from dcptool.selection import Renaming
+    from dcptool.stats import tensor_stats
     from dcptool.verdict import Rules, State
     from dcptool.verification import verify
 
@@ -45,6 +46,7 @@ __all__ = [
     "read_cadence",
     "reshard",
     "summarize",
+    "tensor_stats",
     "verify",
 ]
 __version__ = "0.1.0"
@@ -61,6 +63,7 @@ _MODULES = {
     "retention": ("delete_steps", "plan_prune"),
     "rewrite": ("ConvertOptions", "convert"),
     "selection": ("Renaming",),
+    "stats": ("tensor_stats",),
     "verdict": ("Rules", "State"),
     "verification": ("verify",),
 }

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcptool.checkpoint import Checkpoint
+from dcptool.checks import state_of
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError
 from dcptool.formats.detect import (
     Part,
@@ -25,6 +26,7 @@ from dcptool.storage import Location, locate
 from dcptool.summary import CheckpointSummary, summarize_checkpoint
 
 if TYPE_CHECKING:
+    from dcptool.stats import Progress, StatsReport
     from dcptool.verdict import Verdict
 
 _FINE = frozenset({"complete", "in-progress", "other"})
@@ -39,6 +41,7 @@ class Summary(NamedTuple):
         steps: verdicts on the steps of a run directory; its checkpoints are not shown one by one then.
         others: paths of checkpoints beside the steps, or below a safetensors folder.
         errors: (path, message) of checkpoints of a folder that do not open.
+        stats: statistics of the tensors of each checkpoint, if asked for; what they show is among its problems too.
     """
 
     path: str
@@ -46,6 +49,7 @@ class Summary(NamedTuple):
     steps: tuple[Verdict, ...] = ()
     others: tuple[str, ...] = ()
     errors: tuple[tuple[str, str], ...] = ()
+    stats: tuple[StatsReport, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -62,6 +66,9 @@ def summarize(
     chunks: bool = False,
     values: bool = False,
     depth: int = 1,
+    stats: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> Summary:
     """Summarize the checkpoint, the checkpoints or the run directory at a path.
 
@@ -72,6 +79,8 @@ def summarize(
         chunks: keep every tensor's boxes and places too.
         values: read the first elements of each tensor, at most 8 × 8 of at most 50 tensors; needs numpy.
         depth: leading parts of a name that make a group.
+        stats: read all selected tensors and compute their statistics; needs numpy. A run directory has none.
+        threads, progress: of that; see `tensor_stats`.
 
     Raises:
         CheckpointNotFoundError, MetadataError, UnsupportedError, StorageError: as `dcptool.open`, if nothing opens.
@@ -87,7 +96,8 @@ def summarize(
         opened = [open_checkpoint(path)]
         _require_match(opened, keys, exclude)
         found = summarize_checkpoint(opened[0], keys, exclude, chunks, depth, values)
-        return Summary(found.path, (found,))
+        summary = Summary(found.path, (found,))
+        return _with_stats(summary, opened, threads, progress) if stats else summary
     parts = find_parts(location)
     itself = [part for part in parts if not part.name]
     run = run_at(location)
@@ -104,7 +114,25 @@ def summarize(
     _require_match(opened, keys, exclude)
     summaries = tuple(summarize_checkpoint(checkpoint, keys, exclude, chunks, depth, values) for checkpoint in opened)
     others = (part for part in parts if part not in wanted)
-    return Summary(location.storage.root, summaries, (), tuple(part_path(location, part) for part in others), errors)
+    paths = tuple(part_path(location, part) for part in others)
+    summary = Summary(location.storage.root, summaries, (), paths, errors)
+    return _with_stats(summary, opened, threads, progress) if stats else summary
+
+
+def _with_stats(
+    summary: Summary, opened: Sequence[Checkpoint], threads: int | None, progress: Progress | None
+) -> Summary:
+    """Add the statistics of the tensors shown, and what they tell to the problems of their checkpoint."""
+    from dcptool.stats import stats_of  # what most summaries do without
+
+    checkpoints, reports = [], []
+    for checkpoint, shown in zip(opened, summary.checkpoints, strict=True):
+        entries = [checkpoint.tensors[tensor.fqn] for tensor in shown.tensors]
+        report = stats_of(checkpoint, entries, threads, progress)
+        problems = (*shown.problems, *report.findings)
+        checkpoints.append(shown._replace(problems=problems, state=state_of(problems)))
+        reports.append(report)
+    return summary._replace(checkpoints=tuple(checkpoints), stats=tuple(reports))
 
 
 def _globs(given: str | Sequence[str]) -> tuple[str, ...]:

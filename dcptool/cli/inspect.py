@@ -11,20 +11,24 @@ from dcptool.cli import options
 @click.argument("path", type=click.Path())
 @click.option("--chunks", is_flag=True, help="List every tensor's boxes and where they are stored.")
 @click.option("--values", is_flag=True, help="Print the first elements of each tensor and objects in full.")
+@click.option("--stats", is_flag=True, help="Read all tensors shown: min, max, mean, std, norm, zeros, NaN, Inf.")
 @click.option("--by-file", is_flag=True, help="Show the files: size, items, and how evenly ranks share the bytes.")
 @click.option(
     "--depth", type=click.IntRange(0), default=1, show_default=True, help="Parts of a name that make a group."
 )
 @options.selection
+@options.threads
 @options.output
 def inspect(
     path: str,
     chunks: bool,
     values: bool,
+    stats: bool,
     by_file: bool,
     depth: int,
     keys: tuple[str, ...],
     exclude: tuple[str, ...],
+    threads: int | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -38,19 +42,34 @@ def inspect(
     import gc
 
     gc.disable()  # nothing here makes cycles worth the quarter of the time that looking for them takes
+    from dcptool.cli.progress import bar
     from dcptool.errors import DcptoolError
     from dcptool.overview import summarize
 
+    if threads and not stats:
+        raise click.UsageError("--threads is for --stats; nothing else here reads more than a little")
     try:
-        summary = summarize(path, keys=keys, exclude=exclude, chunks=chunks, values=values, depth=depth)
+        with bar(quiet or not stats) as progress:
+            summary = summarize(
+                path,
+                keys=keys,
+                exclude=exclude,
+                chunks=chunks,
+                values=values,
+                depth=depth,
+                stats=stats,
+                threads=threads,
+                progress=progress,
+            )
     except DcptoolError as error:
         if as_json and not quiet:
             options.print_json(
                 {"schema": 1, "path": path, "checkpoints": [], "errors": [{"path": path, "message": str(error)}]}
             )
         raise
-    if summary.steps and (keys or exclude or chunks):
-        click.echo("note: a run directory shows its steps; --keys, --exclude and --chunks need one of them", err=True)
+    if summary.steps and (keys or exclude or chunks or stats):
+        given = "--keys, --exclude, --chunks and --stats"
+        click.echo(f"note: a run directory shows its steps; {given} need one of them", err=True)
     if as_json and not quiet:
         from dcptool.render.inspect import to_json
 

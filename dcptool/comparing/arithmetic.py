@@ -158,7 +158,7 @@ def sum_up(array: Array, dtype: str) -> Sums | None:
     sums = Sums()
     with np.errstate(all="ignore"):
         for piece in _slices(array):
-            sums = sums.plus(_sums(_wide(_numbers(piece))))
+            sums = sums.plus(_sums(_wide(plain_numbers(piece))))
     return sums
 
 
@@ -204,7 +204,7 @@ def _compare_slice(a: Array, b: Array, dtype_a: str, dtype_b: str, options: Diff
         bits = mixed_sum(a), mixed_sum(b)
         return Errors(int(different.sum()), None, None, first, None, None, *bits, None, None)
     with np.errstate(all="ignore"):
-        errors = _compare_numbers(_numbers(a), _numbers(b), different, dtype_a != dtype_b, options)
+        errors = _compare_numbers(plain_numbers(a), plain_numbers(b), different, dtype_a != dtype_b, options)
     if dtype_a == dtype_b:
         errors = errors._replace(bits_a=mixed_sum(a), bits_b=mixed_sum(b))
     return errors._replace(rounded=rounded)
@@ -259,7 +259,7 @@ def _real(array: Array) -> Array:
     return array.real if array.dtype.kind == "c" else array.astype("<f8")
 
 
-def _numbers(array: Array) -> Array:
+def plain_numbers(array: Array) -> Array:
     """Return an array of numbers as one of a dtype numpy itself computes with; the same values."""
     if array.dtype.names:
         parts: Array = array["real"].astype("<c8")
@@ -285,7 +285,7 @@ def _rounds(a: Array, b: Array) -> bool:
         rounded = wide.astype(narrow.dtype)
         same = (_bits(rounded) == _bits(narrow)).reshape(len(a), -1).all(axis=1)
         if not same.all():
-            same |= np.isnan(_numbers(rounded)) & np.isnan(_numbers(narrow))
+            same |= np.isnan(plain_numbers(rounded)) & np.isnan(plain_numbers(narrow))
     return bool(same.all())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from dcptool.overview import Summary
@@ -13,6 +14,7 @@ from dcptool.render.text import MIN_NAME_WIDTH, column_width, nbytes, plural, sh
 from dcptool.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
 
 if TYPE_CHECKING:
+    from dcptool.stats import StatsReport, TensorStats
     from dcptool.verdict import Verdict
 
 SCHEMA = 1
@@ -33,11 +35,18 @@ def to_text(summary: Summary, width: int, by_file: bool = False, values: bool = 
         blocks.append(f"{shown(summary.path)} holds {count} checkpoints; name one to see its tensors and objects")
     elif not summary.steps and summary.checkpoints[0].path != summary.path:
         blocks.append(f"{shown(summary.path)} holds one checkpoint:")
-    blocks += [_checkpoint_text(checkpoint, width, count == 1, by_file, values) for checkpoint in summary.checkpoints]
+    in_full = count == 1 and not (by_file or values or summary.stats)
+    reports = summary.stats or (None,) * len(summary.checkpoints)
+    for checkpoint, report in zip(summary.checkpoints, reports, strict=True):
+        blocks.append(_checkpoint_text(checkpoint, report is not None))
+        blocks += [_files_text(checkpoint)] if by_file else []
+        blocks += [_values_text(checkpoint)] if values else []
+        blocks += [_stats_text(report, width)] if report else []
+        blocks += [_tensors_text(checkpoint, width), _objects_text(checkpoint, width)] if in_full else []
     blocks += [f"error: {_indented(message)}" for _, message in summary.errors]
     if summary.others:
         blocks.append("\n".join(["also here:", *(f"  dcptool inspect {_quoted(path)}" for path in summary.others)]))
-    return "\n\n".join(blocks)
+    return "\n\n".join(block for block in blocks if block)
 
 
 def to_json(summary: Summary) -> dict[str, Any]:
@@ -45,7 +54,10 @@ def to_json(summary: Summary) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "path": summary.path,
-        "checkpoints": [_checkpoint_json(checkpoint) for checkpoint in summary.checkpoints],
+        "checkpoints": [
+            _checkpoint_json(checkpoint, {stats.fqn: stats for stats in report.tensors} if report else {})
+            for checkpoint, report in zip_longest(summary.checkpoints, summary.stats)
+        ],
         **({"steps": [_step_json(step) for step in summary.steps]} if summary.steps else {}),
         **({"others": list(summary.others)} if summary.others else {}),
         **(
@@ -90,18 +102,17 @@ def _quoted(path: str) -> str:
     return shown(shlex.quote(path))
 
 
-def _checkpoint_text(checkpoint: CheckpointSummary, width: int, in_full: bool, by_file: bool, values: bool) -> str:
+def _checkpoint_text(checkpoint: CheckpointSummary, is_read: bool) -> str:
     evidence = f" ({'; '.join(map(shown, checkpoint.evidence))})" if checkpoint.evidence else ""
     size = str(checkpoint.world_size) if checkpoint.world_size else "unknown"
     total = sum(tensor.nbytes for tensor in checkpoint.tensors)
-    other = by_file or values
     n_files = sum(file.nbytes is not None for file in checkpoint.files)
     n_shown = len(checkpoint.tensors) + len(checkpoint.objects)
     selected = "" if n_shown == checkpoint.n_entries else f" (selected from {plural(checkpoint.n_entries, 'entry')})"
     selected = selected.replace("entrys", "entries")
     facts = [
         ["format", shown(checkpoint.flavour) + evidence],
-        ["state", checkpoint.state + _state_hint(checkpoint)],
+        ["state", checkpoint.state + _state_hint(checkpoint, is_read)],
         *([["world size", size]] if checkpoint.world_size or checkpoint.format == "dcp" else []),
         ["files", f"{plural(n_files, 'file')}, {nbytes(checkpoint.nbytes)}"],
         [
@@ -115,16 +126,14 @@ def _checkpoint_text(checkpoint: CheckpointSummary, width: int, in_full: bool, b
         "\n".join([shown(checkpoint.path), *(f"  {name:<{label}}{text}" for name, text in facts)]),
         _problems_text(checkpoint),
         _groups_text(checkpoint),
-        *([_files_text(checkpoint)] if by_file else []),
-        *([_values_text(checkpoint)] if values else []),
-        *([_tensors_text(checkpoint, width), _objects_text(checkpoint, width)] if in_full and not other else []),
     ]
     return "\n\n".join(block for block in blocks if block)
 
 
-def _state_hint(checkpoint: CheckpointSummary) -> str:
+def _state_hint(checkpoint: CheckpointSummary, is_read: bool) -> str:
     if checkpoint.state == "complete":
-        return " (all files there and long enough; contents not checked)"
+        checked = "the tensors below read, no CRC32 wrong" if is_read else "contents not checked"
+        return f" (all files there and long enough; {checked})"
     return ""
 
 
@@ -175,6 +184,12 @@ def _tensors_text(checkpoint: CheckpointSummary, width: int) -> str:
     files = {file.name: file.nbytes for file in checkpoint.files if file.nbytes is not None}
     blocks = ["\n".join([line, *_chunk_lines(tensor, files)]) for line, tensor in zip(lines, tensors, strict=True)]
     return "\n".join([head, rule, *blocks])
+
+
+def _stats_text(report: StatsReport, width: int) -> str:
+    from dcptool.render.stats import stats_text  # what most reports do without
+
+    return stats_text(report, width)
 
 
 def _files_text(checkpoint: CheckpointSummary) -> str:
@@ -293,7 +308,7 @@ def _value_text(item: ObjectSummary, room: int) -> str:
     return value(item.value, room)
 
 
-def _checkpoint_json(checkpoint: CheckpointSummary) -> dict[str, Any]:
+def _checkpoint_json(checkpoint: CheckpointSummary, stats: Mapping[str, TensorStats]) -> dict[str, Any]:
     return {
         "path": checkpoint.path,
         "format": checkpoint.format,
@@ -302,7 +317,7 @@ def _checkpoint_json(checkpoint: CheckpointSummary) -> dict[str, Any]:
         "world_size": checkpoint.world_size,
         "nbytes": checkpoint.nbytes,
         "state": checkpoint.state,
-        "tensors": [_tensor_json(tensor) for tensor in checkpoint.tensors],
+        "tensors": [_tensor_json(tensor, stats.get(tensor.fqn)) for tensor in checkpoint.tensors],
         "objects": [_object_json(item) for item in checkpoint.objects],
         "files": [file._asdict() for file in checkpoint.files],
         "notes": [
@@ -319,7 +334,7 @@ def _checkpoint_json(checkpoint: CheckpointSummary) -> dict[str, Any]:
     }
 
 
-def _tensor_json(tensor: TensorSummary) -> dict[str, Any]:
+def _tensor_json(tensor: TensorSummary, stats: TensorStats | None) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "fqn": tensor.fqn,
         "kind": "tensor",
@@ -330,6 +345,10 @@ def _tensor_json(tensor: TensorSummary) -> dict[str, Any]:
         "n_chunks": tensor.n_chunks,
         "files": list(tensor.files),
     }
+    if stats is not None:
+        from dcptool.render.stats import stats_json
+
+        fields["stats"] = stats_json(stats)
     if tensor.corner is not None:
         fields["corner"] = None if isinstance(tensor.corner, str) else plain.to_json(_finite(tensor.corner))
         fields["corner_sizes"] = list(corner_sizes(tensor.shape))
