@@ -28,6 +28,9 @@ class Alone:
     def fail(self) -> None:
         self.failed.set()
 
+    def halt(self) -> None:
+        self.failed.set()
+
 
 def reshard_alone(source: Path, target: Path, **options: Any) -> Resharded:
     """Reshard as the only member of a group."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 _SERVER = """if True:
     import json, os, sys, time, traceback
-    import torch.distributed, numpy
+    import torch.distributed, numpy, s3fs
     import dcptool.cli, dcptool.resharding, dcptool.render.reshard, dcptool.comparing
 
     def work(args, code, cwd, env, out, err):

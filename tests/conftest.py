@@ -91,6 +91,16 @@ def s3_server():
     server.stop()
 
 
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory):
+    """Commands that start in a tenth of a second, torch imported already."""
+    from tests.commands import Commands
+
+    found = Commands(tmp_path_factory.mktemp("commands"))
+    yield found
+    found.close()
+
+
 @pytest.fixture
 def s3_url(s3_server, monkeypatch):
     """The URL of an empty folder in a bucket; credentials and endpoint are set for s3fs."""

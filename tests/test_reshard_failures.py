@@ -50,13 +50,6 @@ STUCK = "on_write(lambda: time.sleep(100))\n"
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    found = Commands(tmp_path_factory.mktemp("commands"))
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     """Four ranks, thirty sharded tensors, objects of all and of single ranks."""
     whole = {f"layers.{index}.weight": torch.full((12, 8), float(index)) for index in range(N_TENSORS)}

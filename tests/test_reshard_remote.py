@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import dcptool  # noqa: E402
 from dcptool.resharding import ReshardOptions  # noqa: E402
 from tests import damage  # noqa: E402
-from tests.commands import Commands, wait_for  # noqa: E402
+from tests.commands import wait_for  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -50,13 +50,6 @@ def finish(self):
     time.sleep({seconds})
 remote.RemoteSink.finish = finish
 """
-
-
-@pytest.fixture(scope="module")
-def commands(tmp_path_factory):
-    found = Commands(tmp_path_factory.mktemp("commands"))
-    yield found
-    found.close()
 
 
 @pytest.fixture(scope="module")
