@@ -296,7 +296,9 @@ class TestByHand:
     def test_a_rank_that_never_comes(self, job):
         running = self.start(job, free_port(), 0, 2, "--timeout", "2s")
         job.require_error(
-            running, r"^error: rank 1 of 2 never arrived, waited 2 s for it; --timeout waits longer", within=9
+            running,
+            r"^error: rank 1 of 2 never arrived, waited 2 s for it; --timeout waits longer\n  RANK, .* are set",
+            within=9,
         )
 
     def test_the_meeting_place_does_not_answer(self, job):
@@ -304,7 +306,19 @@ class TestByHand:
         place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         done = run("reshard", "--world-size", 3, "--timeout", "3s", job.source, job.target, env=place)
         assert done.returncode == 3
-        assert re.search(r"^error: 127.0.0.1:\d+, where the processes meet, does not answer: .*\n$", done.stderr)
+        assert re.search(
+            r"^error: 127.0.0.1:\d+, where the processes meet, does not answer: .*\n  RANK, .* works alone\.\n$",
+            done.stderr,
+        )
+
+    def test_a_group_of_one_needs_no_meeting_place(self, job):
+        """Some clusters set these everywhere, and a job may be using the port."""
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            done = self.start(job, taken.getsockname()[1], 0, 1, code="").wait()
+        assert done.code == 0
+        assert "for 3 ranks" in done.out
 
     def test_all_work_and_rank_0_speaks(self, job):
         port = free_port()

@@ -27,6 +27,10 @@ LINGER_SECONDS = 3.0
 ORPHAN_SECONDS = 5.0
 """How long a member whose parent is gone may take to end in order."""
 
+JOINED = (
+    "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, so dcptool joins that group; without them it works alone."
+)
+
 
 class Group:
     """This process's membership in the group.
@@ -175,7 +179,9 @@ class Group:
             silences[rank] = beat, silent
             if silent > self._timeout:
                 self._given_up.add(rank)
-                raise WorkerError(self._why(_gone(rank, self.size, self._timeout, came=beat != b"")))
+                cause = _gone(rank, self.size, self._timeout, came=beat != b"")
+                joined = f"\n{JOINED}" if self._parent is None and not beat else ""
+                raise WorkerError(self._why(cause + joined))
 
     def _why(self, cause: str) -> str:
         """Return why the group ends: what the first member said that had to say something."""
@@ -231,7 +237,8 @@ def _gone(rank: int, size: int, timeout: float, came: bool) -> str:
 
 def under_torchrun() -> bool:
     """Tell whether torchrun, or something like it, started this process as one of several."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    there = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    return there and os.environ["WORLD_SIZE"] != "1"
 
 
 def torchrun_group(timeout: float) -> Group:
@@ -253,7 +260,7 @@ def torchrun_group(timeout: float) -> Group:
         raise WorkerError(f"RANK, WORLD_SIZE or MASTER_PORT in the environment is no number: {error}") from error
     except RuntimeError as error:
         who = "cannot be opened here" if hosts else "does not answer: rank 0, or torchrun on its machine, is not there"
-        raise WorkerError(f"{host}:{port}, where the processes meet, {who} ({_first_line(error)})") from error
+        raise WorkerError(f"{host}:{port}, where the processes meet, {who} ({_first_line(error)})\n{JOINED}") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Group(dist.PrefixStore(f"attempt {attempt}", store), rank, size, timeout, hosts=hosts)
 
