@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from dcptool.marking import mark_complete
     from dcptool.newest import find_latest, find_steps
     from dcptool.overview import summarize
+    from dcptool.page import write_report
+    from dcptool.rescuing import rescue
     from dcptool.resharding import ReshardOptions, reshard
     from dcptool.retention import delete_steps, plan_prune
     from dcptool.rewrite import ConvertOptions, convert
@@ -44,10 +46,12 @@ __all__ = [
     "optimal_interval",
     "plan_prune",
     "read_cadence",
+    "rescue",
     "reshard",
     "summarize",
     "tensor_stats",
     "verify",
+    "write_report",
 ]
 __version__ = "0.1.0"
 
@@ -59,6 +63,8 @@ _MODULES = {
     "marking": ("mark_complete",),
     "newest": ("find_latest", "find_steps"),
     "overview": ("summarize",),
+    "page": ("write_report",),
+    "rescuing": ("rescue",),
     "resharding": ("ReshardOptions", "reshard"),
     "retention": ("delete_steps", "plan_prune"),
     "rewrite": ("ConvertOptions", "convert"),

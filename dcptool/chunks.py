@@ -162,6 +162,12 @@ class Chunks(Sequence[Chunk]):
         """Return for each chunk the index of its file in the table's `files`, -1 where the metadata names no place."""
         return self._table.file[self._first_row : self._first_row + self._count]
 
+    def places(self) -> tuple[array[int], array[int], array[int], array[int]]:
+        """Return for each chunk file index, byte offset, byte length and index into `transforms`, as columns."""
+        rows = slice(self._first_row, self._first_row + self._count)
+        table = self._table
+        return table.file[rows], table.byte_offset[rows], table.byte_length[rows], table.transform[rows]
+
     def key(self) -> tuple[bytes, bytes]:
         """Return what tells boxes and files of two tensors of one table and ndim apart: equal keys, equal both."""
         start, end = self._first_bound, self._first_bound + 2 * self._ndim * self._count

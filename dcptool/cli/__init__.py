@@ -21,6 +21,8 @@ from dcptool.cli.interval import interval
 from dcptool.cli.latest import latest
 from dcptool.cli.mark import mark
 from dcptool.cli.prune import prune
+from dcptool.cli.report import report
+from dcptool.cli.rescue import rescue
 from dcptool.cli.reshard import reshard
 from dcptool.cli.verify import verify
 from dcptool.errors import DcptoolError, SeveralCheckpointsError, WorkerError
@@ -123,5 +125,5 @@ def main(debug: bool) -> None:
     """
 
 
-for command in (inspect, verify, latest, mark, prune, convert, reshard, diff, interval):
+for command in (inspect, verify, latest, mark, prune, convert, reshard, rescue, diff, report, interval):
     main.add_command(command)

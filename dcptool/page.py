@@ -1,0 +1,124 @@
+"""Write the report on a checkpoint: look, describe, render, publish."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+
+from dcptool.checkpoint import Checkpoint
+from dcptool.checks import Level
+from dcptool.checks.items import Progress
+from dcptool.errors import LayoutError, OutputExistsError, UnsupportedError
+from dcptool.formats.detect import find_parts, found_below, open_checkpoint, part_path
+from dcptool.guards import leftover_notes
+from dcptool.model import OutputFile
+from dcptool.publishing import prepare, require_place
+from dcptool.render.report import to_html
+from dcptool.report import WrittenReport, describe
+from dcptool.storage import base_name, is_url, join, locate
+from dcptool.summary import summarize_checkpoint
+from dcptool.verdict import Rules, judge
+
+WRITE_NBYTES = 1 << 20
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    keys: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    level: Level = Level.METADATA,
+    overwrite: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> WrittenReport:
+    """Write one self-contained HTML page on a checkpoint: findings, bytes by group and file, maps of all shards.
+
+    Args:
+        path: local path or URL of a checkpoint.
+        target: local path or URL of the page; not inside the checkpoint.
+        keys, exclude: names or shell globs of the entries to show, and to leave out.
+        level: how closely the findings look; see `verify`.
+        overwrite: replace a page that is there, once the new one is complete.
+        threads: how many read at the same time, from level RECORDS on.
+        progress: told the number of bytes as they are read.
+
+    Raises:
+        CheckpointNotFoundError, MetadataError, UnsupportedError, StorageError: as `dcptool.open`.
+        LayoutError: `keys` match nothing.
+        OutputExistsError: there is something at the target.
+
+    Example:
+        >>> dcptool.write_report("ckpt/step_500", "report.html").state.value
+        'complete'
+    """
+    began = time.perf_counter()
+    source, out = os.fspath(path), os.fspath(target)
+    _require_page(out)
+    require_place(out, True, 0, overwrite, (source,))  # before all is looked at, which takes time
+    one = _the_one(source)
+    verdict = judge(one, Rules(level=level, threads=threads), progress)  # opens it too, and is done with that here
+    checkpoint = open_checkpoint(one)
+    _require_no_part(out, checkpoint)
+    summary = summarize_checkpoint(checkpoint, tuple(keys), tuple(exclude), chunks=False, depth=1)
+    if keys and not summary.tensors and not summary.objects:
+        raise LayoutError(f"no entry matches {', '.join(map(repr, keys))}; see: dcptool inspect {checkpoint.path}")
+    created = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    document = describe(checkpoint, summary, verdict, created)
+    data = to_html(document).encode("utf-8")
+    with prepare(out, True, len(data), overwrite, source) as place:
+        [file] = place.named([OutputFile(base_name(out), len(data), ())])
+        sink = place.storage.create(file.name)
+        try:
+            for start in range(0, len(data), WRITE_NBYTES):
+                sink.write(data[start : start + WRITE_NBYTES])
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
+        place.publish(overwrite)
+    counts = {"error": 0, "warning": 0, "note": 0}
+    for group in document["findings"]:
+        counts[group["severity"]] += group["count"]
+    return WrittenReport(
+        out,
+        len(data),
+        checkpoint.path,
+        verdict.state,
+        len(summary.tensors),
+        len(summary.objects),
+        sum(tensor.n_chunks for tensor in summary.tensors),
+        len(summary.files),
+        counts["error"],
+        counts["warning"],
+        time.perf_counter() - began,
+        (*found_below(source, checkpoint), *leftover_notes(out)),
+    )
+
+
+def _require_page(path: str) -> None:
+    """Refuse a folder as the name of the page."""
+    if path.endswith("/") or (not is_url(path) and os.path.isdir(path.removeprefix("file://"))):
+        raise OutputExistsError(f"{path} is a folder; name the page in it, such as {join(path, 'report.html')}")
+
+
+def _the_one(path: str) -> str:
+    """Return the path of the checkpoint at or below a path; refuse several, or none, before any of them is read."""
+    location = locate(path)
+    parts = find_parts(location) if location.file is None else ()
+    if location.file is not None or any(not part.name for part in parts):
+        return path
+    if len(parts) == 1:
+        return part_path(location, parts[0])
+    return open_checkpoint(path).path  # raises, naming what there is
+
+
+def _require_no_part(path: str, checkpoint: Checkpoint) -> None:
+    """Refuse to replace a file of the checkpoint, such as a shard beside the index that was opened."""
+    if not is_url(path) and os.path.lexists(path):
+        ours = os.path.realpath(path)
+        if any(os.path.realpath(join(checkpoint.root, name)) == ours for name in (*checkpoint.usage, checkpoint.name)):
+            raise UnsupportedError(f"{path} belongs to the checkpoint {checkpoint.path}; choose another place")
