@@ -119,3 +119,17 @@ def test_nothing_is_left_in_the_store(commands, source, s3_url, tmp_path, how):
     wait_for(lambda: not running.left(), 10)
     filesystem.invalidate_cache()
     assert not filesystem.find(f"{base}/step_7")
+
+
+def test_a_second_run_to_one_place_removes_nothing_of_the_first(commands, source, s3_url, tmp_path):
+    """Both have looked before either had written."""
+    target = f"{s3_url}/step_7"
+    slow = SLOW.format(flags=str(tmp_path), seconds=2)
+    blind = "from dcptool import publishing\npublishing._require_nothing_there = lambda path: None\n"
+    first = commands.start("reshard", "--world-size", 4, "--workers", 2, source, target, code=slow)
+    wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+    second = commands.run("reshard", "--world-size", 4, "--workers", 2, source, target, code=blind)
+    assert second.code == 3
+    assert re.search(r"^error: rank \d of 2: s3://.*/__\d_0\.distcp is there already", second.err)
+    assert first.wait().code == 0
+    assert dcptool.verify(target, DEEP).good
