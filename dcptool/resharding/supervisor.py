@@ -201,18 +201,17 @@ def _work(
     try:
         store = dist.FileStore(os.path.join(folder, "store"), size)
         group = Group(store, rank, size, options.timeout, parent)
-        found: Any = run_member(group, source, target, options, began, tell)
+        tell.result(run_member(group, source, target, options, began, tell))
     except DcptoolError as error:
-        found = error
+        tell.result(error)
     except Exception as error:
-        found = bug(rank, size, error)
+        tell.result(bug(rank, size, error))
     finally:
         if group:
             group.leave()
         if os.getppid() != parent:
             shutil.rmtree(folder, ignore_errors=True)
-    tell.result(found)
-    pipe.close()
+        pipe.close()
 
 
 class _Telling(Audience):
