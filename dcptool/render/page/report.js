@@ -111,11 +111,7 @@ header();
 findings();
 groups();
 files();
-let waiting = 0;
-byId("filter").addEventListener("input", (event) => {
-  clearTimeout(waiting);
-  waiting = setTimeout(filter, 80, event.target.value);
-});
+byId("filter").addEventListener("input", (event) => filter(event.target.value));
 showTensors();
 objects();
 document.documentElement.dataset.ready = String(Math.round(performance.now()));

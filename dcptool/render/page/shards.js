@@ -164,7 +164,10 @@ function shardMap(index, place) {
         });
         box.centre = [((left + right) / 2) * width, ((top + bottom) / 2) * height];
       }
-      box.addEventListener("pointerenter", () => tell(detail, chunk, n));
+      // Not on entering: a box that scrolls under a mouse at rest must not take the line from the one with the focus.
+      box.addEventListener("pointermove", (event) => {
+        if (event.movementX || event.movementY) tell(detail, chunk, n);
+      });
       box.addEventListener("focus", () => {
         tell(detail, chunk, n);
         boxes.forEach((other) => (other.tabIndex = -1));
