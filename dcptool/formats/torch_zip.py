@@ -81,6 +81,8 @@ class TorchZip:
         self._head = read(0, head_nbytes(nbytes)) if head is None else head
         self._tail_offset = max(len(self._head), nbytes - HEAD_NBYTES)
         self._tail = read(self._tail_offset, nbytes - self._tail_offset) if self._tail_offset < nbytes else b""
+        self.directory = (0, 0)
+        """Where its directory is, counted from its first byte, and how long."""
         try:
             self.members = self._directory()
         except struct.error:
@@ -160,6 +162,7 @@ class TorchZip:
 
     def _directory(self) -> dict[str, Member]:
         count, offset, nbytes = self._end()
+        self.directory = (offset, nbytes)
         if count > MAX_MEMBERS or nbytes < count * _CENTRAL.size:
             raise ItemError(f"the directory of its zip is damaged: {count} records in {nbytes} bytes")
         data = self.read(offset, nbytes)

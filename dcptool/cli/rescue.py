@@ -1,0 +1,41 @@
+"""`dcptool rescue`."""
+
+from __future__ import annotations
+
+import click
+
+from dcptool.cli import options
+
+
+@click.command(epilog="Example: dcptool rescue ckpt/step_500 --like ckpt/step_400")
+@click.argument("path", metavar="CKPT", type=click.Path())
+@click.option("--like", required=True, type=click.Path(), metavar="CKPT", help="A whole step of the same run.")
+@click.option(
+    "-o", "--output", type=click.Path(), metavar="DIR", help="Write a copy with the metadata here; CKPT stays as it is."
+)
+@click.option("--dry-run", is_flag=True, help="Read and check everything, write nothing.")
+@options.threads
+@options.output
+def rescue(
+    path: str, like: str, output: str | None, dry_run: bool, threads: int | None, as_json: bool, quiet: bool
+) -> int:
+    """Rebuild the lost .metadata of a checkpoint whose data files are whole.
+
+    It is that of another step of the same run, with the places of this step's items. Every data file must hold the same
+    items in the same order (kinds, dtypes, shapes, strides), and every checksum must be right; else nothing is written
+    (exit 3). No marker is written.
+    """
+    from dcptool.cli.progress import bar
+    from dcptool.render.rescue import rescued_json, rescued_text
+    from dcptool.render.text import shown
+    from dcptool.rescuing import rescue as rescue_path
+
+    with bar(quiet) as progress:
+        done = rescue_path(path, like, output, threads=threads, dry_run=dry_run, progress=progress)
+    if as_json and not quiet:
+        options.print_json(rescued_json(done))
+    elif not quiet:
+        for note in done.notes:
+            click.echo(f"note: {shown(note)}", err=True)
+        click.echo(rescued_text(done))
+    return 0
