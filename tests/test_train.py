@@ -23,6 +23,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 import dcptool  # noqa: E402
+from tests.test_rescue import same_metadata  # noqa: E402
 
 
 class Life(NamedTuple):
@@ -205,6 +206,24 @@ def test_dcptool_reads_the_run_as_torch_does(lived):
     weight = next(tensor for tensor in tensors if "up.weight" in tensor.fqn)
     assert (weight.layout, weight.n_chunks) == ("Shard(0) ×4", 4)
     assert checkpoint.value("dl.rank3") == ({"rank": 3, "batches": 2},)
+
+
+def test_a_lost_metadata_is_rebuilt_from_a_step_of_as_many_ranks(lived, tmp_path):
+    """The last life saved two steps on 4 ranks; those of the lives before had 2 and 3."""
+    path = Path(shutil.copytree(lived.folder / "step_8", tmp_path / "step_8"))
+    data = (path / ".metadata").read_bytes()
+    (path / ".metadata").unlink()
+    done = cli("rescue", path, "--like", lived.folder / "step_6", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "_COMPLETE is of the lost metadata" in json.loads(done.stdout)["notes"][0]
+    same_metadata((path / ".metadata").read_bytes(), data)
+    assert cli("mark", path).returncode == 0
+    assert cli("verify", "--deep", "--require-marker", path).returncode == 0
+    (path / ".metadata").unlink()
+    for other in sorted(lived.folder.glob("step_[1-5]")):
+        refused = cli("rescue", path, "--like", other)
+        assert refused.returncode == 3, other
+    assert not (path / ".metadata").exists()
 
 
 def test_the_last_good_step_is_resumed_from(run):

@@ -135,7 +135,8 @@ def _unfinished(storage: Storage, files: Mapping[str, int]) -> str:
     present = f"; {temporary} is there" if temporary else ""
     return (
         f"{storage.root}: no .metadata, only data files of {shown}{present}: the save never finished, or this is one "
-        "node's half of it.\nResume from an older step, or bring the files of all nodes together."
+        "node's half of it.\nResume from an older step, or bring the files of all nodes together; if they are, "
+        "dcptool rescue may rebuild it."
     )
 
 
