@@ -60,9 +60,9 @@ def write_report(
     _require_page(out)
     require_place(out, True, 0, overwrite, (source,))  # before all is looked at, which takes time
     one = _the_one(source)
-    verdict = judge(one, Rules(level=level, threads=threads), progress)  # opens it too, and is done with that here
     checkpoint = open_checkpoint(one)
     _require_no_part(out, checkpoint)
+    verdict = judge(one, Rules(level=level, threads=threads), progress, checkpoint)
     summary = summarize_checkpoint(checkpoint, tuple(keys), tuple(exclude), chunks=False, depth=1)
     if keys and not summary.tensors and not summary.objects:
         raise LayoutError(f"no entry matches {', '.join(map(repr, keys))}; see: dcptool inspect {checkpoint.path}")

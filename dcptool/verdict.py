@@ -143,13 +143,19 @@ class _Found(NamedTuple):
     other: bool = False
 
 
-def judge(path: str | os.PathLike[str], rules: Rules = DEFAULT_RULES, progress: Progress | None = None) -> Verdict:
+def judge(
+    path: str | os.PathLike[str],
+    rules: Rules = DEFAULT_RULES,
+    progress: Progress | None = None,
+    opened: Checkpoint | None = None,
+) -> Verdict:
     """Judge one folder, or one file.
 
     Args:
         path: local path or URL.
         rules: what is asked.
         progress: told the number of bytes as they are read.
+        opened: the checkpoint at `path` itself, if somebody has opened it already.
 
     Raises:
         CheckpointNotFoundError: there is nothing at that path.
@@ -161,7 +167,7 @@ def judge(path: str | os.PathLike[str], rules: Rules = DEFAULT_RULES, progress: 
     names = [""] if location.file is not None else [part.name for part in find_parts(location, below_dcp=True)]
     marker, problems = _markers(location, files, names, rules)
     valid = marker is not None and not problems
-    found = _check_parts(location, names, listing, rules, progress)
+    found = _check_parts(location, names, listing, rules, progress, opened)
     problems += found.findings
     problems += [_missing_part(name) for name in rules.require if not _is_there(name, files)]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
@@ -231,7 +237,12 @@ def _markers(
 
 
 def _check_parts(
-    location: Location, names: Sequence[str], listing: Mapping[str, Entry], rules: Rules, progress: Progress | None
+    location: Location,
+    names: Sequence[str],
+    listing: Mapping[str, Entry],
+    rules: Rules,
+    progress: Progress | None,
+    opened: Checkpoint | None,
 ) -> _Found:
     """Open and check every part of a folder."""
     if not listing:
@@ -251,7 +262,7 @@ def _check_parts(
         if name in used and f"{name}/{METADATA}" not in listing:  # where the checkpoint above keeps its data files
             continue
         try:
-            checkpoint = open_part(location, name)
+            checkpoint = open_part(location, name) if name or opened is None else opened
             report = _check(checkpoint, name, listing, rules, progress)
         except DcptoolError as error:
             finding = _unopened(location, name, listing, error)

@@ -382,3 +382,17 @@ def test_on_an_object_store(foreign, s3_url):
     assert filesystem.info(f"{s3_url}/r.html")["size"] == done.nbytes
     with pytest.raises(OutputExistsError):
         dcptool.write_report(foreign / "w_async", f"{s3_url}/r.html")
+
+
+@pytest.mark.torchfree
+@pytest.mark.parametrize(
+    ("to", "name"), [("torch", "model.pt"), ("safetensors", "model.safetensors"), ("safetensors", "hf")]
+)
+def test_other_formats(foreign, tmp_path, to, name):
+    dcptool.convert(foreign / "w_async", tmp_path / name, to)
+    done = dcptool.write_report(tmp_path / name, tmp_path / "r.html", level=dcptool.Level.DEEP)
+    document = page_data((tmp_path / "r.html").read_text())
+    checkpoint = dcptool.open(tmp_path / name)
+    assert decode(document) == {fqn: [tuple(c) for c in entry.chunks] for fqn, entry in checkpoint.tensors.items()}
+    assert (done.good, document["format"]) == (True, checkpoint.format)
+    assert all(file[1] is not None for file in document["files"])
