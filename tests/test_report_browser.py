@@ -219,6 +219,7 @@ def test_names_are_text(chromium, tmp_path):
     assert {name for name in HOSTILE if name.isprintable() and name == name.strip() and name} <= set(names)
     assert "a\\x0a.b\\x0d\\u2028\\u2029c" in names
     assert "\\u202egnp.exe\\u2066" in names
+    assert '"  spaces  "' in [element.text for element in page.all("#tensor-list .name")]  # spaces are not folded
     assert not page.all("img")
     for row in page.all("#tensor-list .row"):
         chromium.execute_script("arguments[0].click()", row)
@@ -236,7 +237,7 @@ def test_damage_is_shown_where_it_is(chromium, foreign, tmp_path):
     assert "Copy the files of all nodes here" in page.one("#findings").text
     page.open_tensor("model.emb.weight")
     bad = page.all(".shard.bad")
-    assert [box.text for box in bad] == ["1"]
+    assert [box.text for box in bad] == ["✕ 1"]
     bad[0].click()
     assert "the file is missing" in page.one(".detail").text
     page.require_quiet()

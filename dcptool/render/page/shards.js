@@ -148,7 +148,7 @@ function shardMap(index, place) {
           tabindex: "-1",
           "aria-label": [ownerOf(chunk.file), `chunk ${chunk.i + 1}`, ...chunk.problems.map(shown)].join(", "),
         },
-        shortOwner(chunk.file),
+        (chunk.problems.length ? "✕ " : "") + shortOwner(chunk.file),
       );
       box.style.setProperty("--hue", hueOf(chunk.file));
       if (inPlace) {
