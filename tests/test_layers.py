@@ -33,8 +33,8 @@ ORDER = (
     "training.restoring training.manager training "
     "render.folding render.stats render.inspect render.verify "
     "render.convert render.interval render.reshard render.rescue render.diff render.report page "
-    "cli.options cli.progress cli.inspect cli.verify cli.latest cli.mark cli.prune cli.convert cli.reshard cli.rescue cli.diff "
-    "cli.report cli.interval cli __main__ "
+    "cli.options cli.progress cli.inspect cli.verify cli.latest cli.mark cli.prune cli.convert cli.reshard cli.rescue "
+    "cli.diff cli.report cli.interval cli __main__ "
 ).split()
 HEAVY = {"torch", "numpy", "ml_dtypes", "fsspec", "zstandard", "s3fs", "safetensors"}
 MODULES = sorted((ROOT / "dcptool").rglob("*.py"))
