@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dcptool.checkpoint import Checkpoint
 from dcptool.checks import state_of
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError
+from dcptool.findings import Severity
 from dcptool.formats.detect import (
     Part,
     find_parts,
@@ -130,7 +131,10 @@ def _with_stats(
         entries = [checkpoint.tensors[tensor.fqn] for tensor in shown.tensors]
         report = stats_of(checkpoint, entries, threads, progress)
         problems = (*shown.problems, *report.findings)
-        checkpoints.append(shown._replace(problems=problems, state=state_of(problems)))
+        known = {problem.file for problem in shown.problems if problem.severity is Severity.ERROR} - {None}
+        # What a missing file held is missing, not damaged.
+        new = [finding for finding in report.findings if finding.file not in known]
+        checkpoints.append(shown._replace(problems=problems, state=state_of([*shown.problems, *new])))
         reports.append(report)
     return summary._replace(checkpoints=tuple(checkpoints), stats=tuple(reports))
 

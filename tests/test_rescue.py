@@ -452,6 +452,16 @@ def test_what_is_being_written_and_what_is_no_checkpoint(steps, tmp_path, monkey
         dcptool.rescue(path, tmp_path / "m.pt")
 
 
+def test_metadata_that_is_there_is_never_replaced_however_broken(steps):
+    like, path, data = steps
+    for content, words in ((b"", "empty.*\nMove it away"), (data[:300], r"300 bytes.*\n.*move it away first")):
+        (path / ".metadata").write_bytes(content)
+        refused(path, like, OutputExistsError, words)
+    (path / ".metadata").unlink()
+    (path / "__0.metadata").write_bytes(data)
+    refused(path, like, LayoutError, "use_collectives=False")
+
+
 def test_two_files_of_one_layout_cannot_be_told_apart(tmp_path):
     """What the README says that it cannot prove."""
     like, path = (ranks.save(tmp_path / f"s{step}", *states(step)) for step in (10, 20))

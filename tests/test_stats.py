@@ -263,6 +263,9 @@ def test_a_damaged_tensor_is_named_and_the_rest_goes_on(tmp_path):
 def test_missing_files_holes_and_overlaps_are_errors_of_their_tensors(tmp_path):
     folder = damage.copy(FOREIGN / "xver_t2130", tmp_path / "c")
     (folder / "__1_0.distcp").unlink()
+    summary = dcptool.summarize(folder, stats=True)
+    assert summary.checkpoints[0].state == dcptool.summarize(folder).checkpoints[0].state == "incomplete"
+    assert not summary.good
 
     def change(metadata):
         chunks = metadata.state_dict_metadata["model.emb.weight"].chunks

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 
 from dcptool.errors import DcptoolError, ItemError
 from dcptool.formats.torch_zip import Read, TorchZip
@@ -24,6 +24,8 @@ _DESCRIPTOR_NBYTES = 24
 """Most that may lie between the bytes of a member and what follows."""
 _PIECE_NBYTES = 1 << 20
 _UNKNOWN = 0xFFFFFFFF
+MAX_ENDS = 100_000
+"""Places that look like an end and are none; a file made of such would take hours else."""
 
 
 def zip_at_start(read: Read, nbytes: int, likely_nbytes: int = 0) -> TorchZip:
@@ -41,7 +43,7 @@ def zip_at_start(read: Read, nbytes: int, likely_nbytes: int = 0) -> TorchZip:
     if not start.startswith(_START):
         raise ItemError(f"no torch.save zip begins there, but the bytes {start.hex(' ')}")
     lengths = (likely_nbytes,) if 0 < likely_nbytes <= nbytes else ()
-    for length in chain(lengths, _ends(read, nbytes)):
+    for length in chain(lengths, islice(_ends(read, nbytes), MAX_ENDS)):
         found = _opened(read, length)
         if found:
             return found

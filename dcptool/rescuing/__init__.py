@@ -184,6 +184,8 @@ def _lost(location: Location, files: Mapping[str, Entry], sibling: Checkpoint) -
     if sign:
         raise StorageError(f"{location.path} is being written, as {sign} says; wait until it is done")
     path = join(location.path, METADATA)
+    if METADATA in files and not files[METADATA].nbytes:
+        raise OutputExistsError(f"{path} is there, but empty, and nothing is replaced\nMove it away, then try again.")
     if METADATA in files:
         raise OutputExistsError(
             f"{path} is there ({files[METADATA].nbytes:,} bytes): nothing is lost, and nothing is replaced\n"

@@ -152,7 +152,9 @@ class _Walk:
         which = f"item {index + 1:,}, in {self._their_path} {name_of(placed)}"
         item = placed.item
         try:
-            theirs = _seen(TorchZip(_reads(self._theirs, self._name, item.byte_offset), item.nbytes), item)
+            archive = TorchZip(_reads(self._theirs, self._name, item.byte_offset), item.nbytes)
+            archive.records(item)
+            theirs = _seen(archive, item)
         except DcptoolError as error:
             raise ItemError(f"{self._their_path}: {name_of(placed)}: {error}\n{ANOTHER}") from error
         if (theirs.payload is None) != (placed.chunk is None):
@@ -216,7 +218,6 @@ def _reads(window: Window, name: str, start: int) -> Read:
 
 def _seen(archive: TorchZip, item: Extent) -> _Seen:
     view, class_name = _kind(archive.content("data.pkl"))
-    archive.records(item)
     return _Seen(payload_of(view, archive, item) if view else None, class_name)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from dcptool.errors import MetadataError
 from dcptool.formats.dcp.metadata import read_records
+from dcptool.formats.dcp.reader import collector_paused
 from dcptool.pickles import inert
 from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Node
@@ -18,6 +19,7 @@ Moves = Mapping[tuple[str, int], tuple[int, int | None]]
 """(file, byte offset of an item there) → its byte offset in the other checkpoint, and its length; None: as it was."""
 
 
+@collector_paused()
 def relocated(data: bytes, moves: Moves, path: str, save_id: str) -> bytes:
     """Return a `.metadata` or `__R.metadata` with its items at other places.
 
