@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from dcptool.resharding.mesh import Cut, Mesh, boxes_of, mislabelled, parse_mesh
 from dcptool.resharding.plan import ReshardOptions, default_target, make_plan, options_problem
 from tests.alone import reshard_alone
 from tests.conftest import FOREIGN
+from tests.damage import copy, edit_metadata
 
 torch = pytest.importorskip("torch")
 from torch.distributed.tensor import Shard as TorchShard  # noqa: E402
@@ -287,6 +289,23 @@ class TestMesh:
             make_plan(str(tmp_path / "one"), str(tmp_path / "x"), options)
 
 
+def test_a_tensor_without_any_chunk_stays_one(tmp_path):
+    """A tensor of no elements needs no chunk; whatever the layout, it is still named in the output."""
+    shard = [{"w": Shard.of(torch.ones(4), rank, 2), "none": torch.zeros(0, 3)} for rank in range(2)]
+    source = save(tmp_path / "source", *shard)
+
+    def remove(metadata):
+        metadata.state_dict_metadata["none"].chunks.clear()
+        metadata.storage_data = {key: place for key, place in metadata.storage_data.items() if key.fqn != "none"}
+
+    edit_metadata(source, remove)
+    for number, options in enumerate(({"world_size": 3}, {"files": 2}, {"like": str(source)})):
+        out = tmp_path / str(number)
+        reshard_alone(source, out, **options)
+        assert dcptool.open(out).tensors["none"].shape == (0, 3)
+        assert dcptool.compare(source, out).equal
+
+
 class TestFiles:
     @pytest.mark.parametrize("n_files", [1, 2, 3, 9])
     def test_boxes_stay(self, four, tmp_path, n_files):
@@ -304,6 +323,22 @@ class TestLike:
         save(tmp_path / "b", {"w": torch.zeros(4, 3), "v": 1})
         with pytest.raises(LayoutError, match=r"'w' has shape \[4, 2\], there \[4, 3\]\n'v' is a tensor in one"):
             make_plan(str(tmp_path / "a"), str(tmp_path / "x"), ReshardOptions(like=str(tmp_path / "b")))
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            (lambda chunks: chunks.pop(), "no chunk holds 3 of its 30"),
+            (lambda chunks: chunks.insert(0, replace(chunks.pop(0), sizes=torch.Size([4, 3]))), "chunks overlap"),
+            (lambda chunks: chunks.append(replace(chunks.pop(), sizes=torch.Size([3, 3]))), "leaves its shape"),
+        ],
+    )
+    def test_a_layout_that_is_no_exact_cover_is_refused(self, four, tmp_path, change, said):
+        source, _ = four
+        broken = copy(source, tmp_path / "broken")
+        edit_metadata(broken, lambda metadata: change(metadata.state_dict_metadata["rows"].chunks))
+        with pytest.raises(LayoutError, match=f"--like .*broken is damaged.*\n.*{said}"):
+            reshard_alone(source, tmp_path / "out", like=str(broken))
+        assert not (tmp_path / "out").exists()
 
     def test_what_the_other_lacks_is_told(self, four, tmp_path):
         source, _ = four

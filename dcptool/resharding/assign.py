@@ -66,6 +66,8 @@ def assign(entries: Sequence[Held], n_ranks: int) -> Arrangement:
         for name, box in found:
             boxes.setdefault(name, []).extend([box] if box else ())
         files[f"__{rank}_0.distcp"] = sorted(found, key=lambda item: item[1] is not None)
+    for entry in entries:
+        boxes.setdefault(entry.name, [])  # a tensor of no elements may have no chunk at all
     return Arrangement(files, boxes)
 
 

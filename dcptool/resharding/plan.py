@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint import Checkpoint
+from dcptool.checks import cover_problems
 from dcptool.checks.families import per_rank_families
 from dcptool.errors import CheckpointNotFoundError, LayoutError
+from dcptool.findings import Severity
 from dcptool.formats.dcp.reader import is_dcp
 from dcptool.formats.dcp.write import Arrangement, DcpLayout, lay_out_dcp
 from dcptool.formats.detect import open_checkpoint
@@ -203,17 +205,27 @@ def _target(options: ReshardOptions) -> Target:
 
 
 def _require_common(selection: Selection, target: Target) -> None:
-    """Refuse a layout that says nothing of what is selected.
+    """Refuse a layout that says nothing of what is selected, or nothing that a checkpoint may look like.
 
     Raises:
-        LayoutError: `--like` has none of the entries.
+        LayoutError: `--like` has none of the entries, or its boxes of one leave a hole, overlap or lie outside.
     """
+    like = target.like
+    if like is None:
+        return
     names = [item.name for item in selection.in_order]
-    if target.like is not None and not any(name in target.like for name in names):
+    if not any(name in like for name in names):
         raise LayoutError(
-            f"--like {target.like.path} has none of the entries, which are {_named(names)}; "
-            f"its own are {_named(list(target.like))}"
+            f"--like {like.path} has none of the entries, which are {_named(names)}; its own are {_named(list(like))}"
         )
+    wanted = set(names)
+    wrong = [
+        finding.message
+        for finding in (*like.problems, *cover_problems(like))
+        if finding.severity is Severity.ERROR and finding.fqn in wanted
+    ]
+    if wrong:
+        raise LayoutError(f"--like {like.path} is damaged, its layout is no model for another:\n{wrong[0]}")
 
 
 def _notes(checkpoint: Checkpoint, selection: Selection, rules: Rules, target: Target) -> list[str]:
