@@ -13,6 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from itertools import chain
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint import Checkpoint, TensorEntry
@@ -104,7 +105,7 @@ def copy(
 
 
 def settle(source: Checkpoint, partly_read: Sequence[PartlyRead], threads: int) -> tuple[Finding, ...]:
-    """Check records of which several read a part: from all pieces together, else by reading them once more.
+    """Check records of which several read a part: from all pieces together, else by reading each once more.
 
     Args:
         source: the checkpoint they are of.
@@ -114,19 +115,17 @@ def settle(source: Checkpoint, partly_read: Sequence[PartlyRead], threads: int) 
     Returns:
         What is damaged.
     """
-    together: dict[tuple[str, int], PartlyRead] = {}
+    sharing: dict[Record, list[PartlyRead]] = {}  # tensors of a `.pt` file may be views of one record
     for found in partly_read:
-        key = (found.fqn, found.chunk_index)
-        known = together.get(key)
-        together[key] = found if known is None else known._replace(pieces=known.pieces + found.pieces)
+        sharing.setdefault(found.record, []).append(found)
 
-    def check(found: PartlyRead) -> Finding | None:
-        joined = RecordCheck(found.record, found.pieces)
-        message = joined.problem() if joined.is_whole() else _read_whole(source, found.record)
-        return _damage(source, found, message) if message else None
+    def check(record: Record) -> list[Finding]:
+        joined = RecordCheck(record, [piece for found in sharing[record] for piece in found.pieces])
+        message = joined.problem() if joined.is_whole() else _read_whole(source, record)
+        return [_damage(source, found, message) for found in sharing[record]] if message else []
 
     with ThreadPoolExecutor(threads, "settle") as pool:
-        return tuple(filter(None, pool.map(check, together.values())))
+        return tuple(chain.from_iterable(pool.map(check, sharing)))
 
 
 def _read_whole(source: Checkpoint, record: Record) -> str:

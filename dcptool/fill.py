@@ -6,6 +6,7 @@ Knows payloads and bytes, no format and no tensor names. No mmap: a file cut sho
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,8 @@ WINDOW_NBYTES = 16 << 20
 """Most bytes held between file and array."""
 SMALL_NBYTES = 256 << 10
 """A window this small is read in one go even where most of it is not wanted."""
+MAX_PIECES = 1 << 16
+"""Pieces of one record that are remembered; one that is read in more of them has to be read once more to be checked."""
 
 
 Update = Callable[[int, memoryview], None]
@@ -108,11 +111,20 @@ class RecordCheck:
     def __init__(self, record: Record, pieces: Sequence[Piece] = ()) -> None:
         self.record = record
         self.pieces = list(pieces)
+        self._lock = threading.Lock()
 
     def update(self, byte_offset: int, data: memoryview) -> None:
-        """Take note of the bytes at an offset inside the record."""
-        if self.record.crc32 is not None:
-            self.pieces.append(Piece(byte_offset, len(data), crc32(data)))
+        """Take note of the bytes at an offset inside the record; from several threads."""
+        if self.record.crc32 is None:
+            return
+        value = crc32(data)
+        with self._lock:
+            last = self.pieces[-1] if self.pieces else None
+            if last and last.byte_offset + last.nbytes == byte_offset:
+                value = _zlib().crc32_combine(last.crc32, value, len(data))
+                self.pieces[-1] = Piece(last.byte_offset, last.nbytes + len(data), value)
+            elif len(self.pieces) < MAX_PIECES:
+                self.pieces.append(Piece(byte_offset, len(data), value))
 
     def is_whole(self) -> bool:
         """Tell whether there is nothing left to read to know: pieces make up the record, or it has no checksum."""

@@ -19,6 +19,7 @@ import dcptool
 from dcptool.errors import DcptoolError, ItemError, LayoutError, OutputExistsError, StorageError, UnsupportedError
 from dcptool.rewrite import ConvertOptions, convert
 from dcptool.selection import Renaming
+from dcptool.storage import LocalStorage
 from dcptool.verdict import State, judge
 from tests import damage
 from tests.conftest import FOREIGN, PARTS, ROOT, WHOLE
@@ -333,6 +334,28 @@ class TestSafety:
                 assert chunk.item.file in str(error.value)
                 damage.flip_byte(folder / chunk.item.file, at, 0x10)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["c"]
+
+    @pytest.mark.parametrize("to", ["safetensors", "dcp"])
+    def test_a_record_that_many_tensors_share_is_read_and_checked_once(self, tmp_path, monkeypatch, to):
+        """Views of one storage are one record of a `.pt` file: checked from what all of them read."""
+        whole = torch.arange(40_000, dtype=torch.float32).reshape(20, 2000)
+        torch.save({f"row{index}": whole[index] for index in range(20)}, tmp_path / "a.pt")
+        read_into, read = LocalStorage.read_into, []
+
+        def counted(self, name, byte_offset, out):
+            read.append(len(out))
+            read_into(self, name, byte_offset, out)
+
+        monkeypatch.setattr(LocalStorage, "read_into", counted)
+        convert(tmp_path / "a.pt", tmp_path / "out", to)
+        assert whole.nbytes <= sum(read) < 1.5 * whole.nbytes
+        entry = dcptool.open(tmp_path / "a.pt").tensors["row7"]
+        payload = dcptool.open(tmp_path / "a.pt").payload(entry, entry.chunks[0])
+        damage.flip_byte(tmp_path / "a.pt", payload.record.item.byte_offset + payload.record.byte_offset + 8000 * 7)
+        with pytest.raises(ItemError, match="bytes were changed") as error:
+            convert(tmp_path / "a.pt", tmp_path / "other", to)
+        assert all(repr(f"row{index}") in str(error.value) for index in range(19))
+        assert not (tmp_path / "other").exists()
 
     def test_skip_corrupt_leaves_out_and_says_so(self, tmp_path):
         folder = damage.copy(FOREIGN / "w_async", tmp_path / "c")

@@ -119,3 +119,21 @@ def test_a_record_is_checked_from_pieces_in_any_order(data, cuts, random):
             whole = len(wrong) > len(pieces)
             assert bool(check.problem_if_whole()) == (whole and not check.problem().startswith("not all"))
             assert check.problem()
+
+
+def test_what_is_remembered_of_a_record_is_bounded(monkeypatch):
+    """Pieces that follow one another become one; of too many scattered ones nothing can be said."""
+    monkeypatch.setattr(fill_module, "MAX_PIECES", 10)
+    data = memoryview(bytes(range(200)))
+    check = RecordCheck(Bytes(bytes(data), zlib.crc32(data)).record)
+    for start in range(0, 200, 2):
+        check.update(start, data[start : start + 2])
+    assert len(check.pieces) == 1
+    assert check.is_whole()
+    assert check.problem() == ""
+    scattered = RecordCheck(check.record)
+    for start in [*range(0, 200, 4), *range(2, 200, 4)]:
+        scattered.update(start, data[start : start + 2])
+    assert len(scattered.pieces) == 10
+    assert not scattered.is_whole()
+    assert scattered.problem_if_whole() == ""
