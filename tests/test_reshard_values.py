@@ -203,7 +203,7 @@ def test_one_flipped_bit_is_refused_by_a_group(tmp_path):
 
 def test_a_shared_record_is_read_again_only_if_its_pieces_do_not_join(tmp_path, monkeypatch):
     """Every byte of the source is read once by rows; columns read it once for all their files."""
-    whole = torch.randn(300, 40)
+    whole = torch.randn(6000, 40)  # chunks too large to be read together with their headers
     source = save(tmp_path / "a", *({"w": Shard.of(whole, rank, 3)} for rank in range(3)))
     from dcptool.storage import LocalStorage
 
@@ -219,5 +219,5 @@ def test_a_shared_record_is_read_again_only_if_its_pieces_do_not_join(tmp_path, 
     for number, options in enumerate(({"world_size": 48}, {"mesh": "r=40", "placements": ("*=r:1",)})):
         read.clear()
         reshard_alone(source, tmp_path / f"out{number}", **options)
-        payloads = sum(nbytes for nbytes in read if nbytes >= 300 * 40 * 4 // 3)
+        payloads = sum(nbytes for nbytes in read if nbytes > 10_000)
         assert payloads == whole.nbytes
