@@ -28,9 +28,7 @@ from dcptool.cli import options
 @click.option(
     "--workers", type=click.IntRange(1), metavar="N", help="Processes that share the work.  [default: processors]"
 )
-@click.option(
-    "--threads", type=click.IntRange(1), default=None, help="Pieces each of them reads at the same time.  [default: 2]"
-)
+@click.option("--threads", type=click.IntRange(1), default=None, help="Bands each of them reads ahead.  [default: 1]")
 @click.option(
     "--timeout",
     type=options.Duration(),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, cast
 
@@ -19,18 +18,16 @@ from dcptool.findings import Finding
 from dcptool.formats.dcp.write import Arrangement, data_files
 from dcptool.formats.detect import open_checkpoint
 from dcptool.guards import damaged, leftover_notes, require_equal, require_same
+from dcptool.model import OutputFile
 from dcptool.publishing import Target, prepare, require_place
 from dcptool.regions import Box
 from dcptool.resharding.group import Group, blocks
 from dcptool.resharding.plan import Plan, ReshardOptions, make_plan
-from dcptool.selection import Selection, select
+from dcptool.selection import select
 from dcptool.storage import Creator, LocalStorage, Sink, is_url, storage_at
 
 OPEN_FILES = 128
 """Files a process writes side by side; each gathers small writes in memory."""
-TURNS = 4
-"""Groups of files a process writes one after the other where that costs no second reading: one is synced to the disk
-while the next is written."""
 OPEN_OBJECTS = 4
 """The same in an object store, whose clients hold a part of some MiB of each."""
 
@@ -132,7 +129,7 @@ class _Noted:
 
 def summarize_plan(plan: Plan, options: ReshardOptions, workers: int, seconds: float, published: bool) -> Resharded:
     """Return a plan as a result."""
-    threads = _threads(options)
+    threads = options.threads or 1
     return Resharded(
         plan.source.path,
         plan.target,
@@ -143,7 +140,7 @@ def summarize_plan(plan: Plan, options: ReshardOptions, workers: int, seconds: f
         tuple(file.nbytes for file in plan.layout.files),
         sum(file.nbytes for file in plan.layout.last),
         workers,
-        memory_nbytes(TURNS, threads),
+        memory_nbytes(1, threads),
         seconds,
         (*plan.notes, *leftover_notes(plan.target)),
         published,
@@ -252,11 +249,9 @@ def _write(group: Group, work: _Work, plan: Plan | None, options: ReshardOptions
         if is_url(work.target):
             noted = _Noted(storage_at(work.target), audience)
         storage: Creator = noted or LocalStorage(work.target)
-        together = OPEN_OBJECTS if noted else OPEN_FILES
-        if _are_rows(selection, work.files[group.rank]):
-            together = min(together, -(-len(files) // TURNS) or 1)
-        groups = [files[start : start + together] for start in range(0, len(files), together)]
-        return outcome(copy(source, groups, storage, _threads(options), told, shared=True))
+        step = OPEN_OBJECTS if noted else OPEN_FILES
+        groups: list[list[OutputFile]] = [files[start : start + step] for start in range(0, len(files), step)]
+        return outcome(copy(source, groups, storage, options.threads or 1, told, shared=True))
     except DcptoolError as error:
         return outcome(error=error)
     except MemoryError:
@@ -264,16 +259,6 @@ def _write(group: Group, work: _Work, plan: Plan | None, options: ReshardOptions
         return outcome(error=WorkerError(memory))
     except Exception as error:  # the others must end too
         return outcome(error=bug(group.rank, group.size, error))
-
-
-def _are_rows(selection: Selection, files: Mapping[str, Sequence[tuple[str, Box | None]]]) -> bool:
-    """Tell whether every box spans all dimensions but the first: then no two files take parts of one row."""
-    shapes = {item.name: item.entry.shape for item in selection.tensors}
-    return all(box is None or box[1][1:] == shapes[name][1:] for items in files.values() for name, box in items)
-
-
-def _threads(options: ReshardOptions) -> int:
-    return options.threads or 2
 
 
 STOPPED = "stopped, because another process failed"
@@ -291,7 +276,7 @@ def _require_written(plan: Plan, outcomes: list[_Outcome], options: ReshardOptio
     for report in reports:
         failures |= {(finding.fqn, finding.file, finding.byte_range): finding for finding in report.failures}
     partly_read = [found for report in reports for found in report.partly_read]
-    for finding in settle(plan.source, partly_read, _threads(options)):
+    for finding in settle(plan.source, partly_read, options.threads or 2):
         failures.setdefault((finding.fqn, finding.file, finding.byte_range), finding)
     if failures:
         raise ItemError(damaged(plan.source, list(failures.values()), ""))
@@ -303,7 +288,7 @@ def _seal(plan: Plan, place: Target, options: ReshardOptions, progress: Progress
         copy(plan.source, [place.named([file])], place.storage, 1, progress)
     require_same(place, plan.layout.files, plan.selection)
     if options.check:
-        require_equal(plan.source, _opened(place), plan.selection, _threads(options))
+        require_equal(plan.source, _opened(place), plan.selection, options.threads or 2)
     place.publish(options.overwrite)
 
 
