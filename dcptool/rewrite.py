@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import time
 from typing import NamedTuple
@@ -129,11 +128,11 @@ def convert(
     require_place(path, is_one_file(to, path), 0, options.overwrite, sources)  # before all is checked, which takes time
     _require_no_part(path, checkpoint)
     corrupt = _corrupt(checkpoint, options)
-    exclude = (*options.exclude, *{glob.escape(finding.fqn) for finding in corrupt if finding.fqn})
-    if corrupt and not any(selects(fqn, options.keys, exclude) for fqn in checkpoint):
+    bad = {finding.fqn for finding in corrupt if finding.fqn}
+    if corrupt and not any(fqn not in bad and selects(fqn, options.keys, options.exclude) for fqn in checkpoint):
         causes = [finding for finding in corrupt if finding.kind != LOST] or corrupt
         raise ItemError(damaged(checkpoint, causes, "Nothing undamaged is left to convert."))
-    selection = select(checkpoint, options.keys, exclude, options.renaming)
+    selection = select(checkpoint, options.keys, options.exclude, options.renaming, bad)
     require_sound(
         checkpoint,
         selection,

@@ -6,7 +6,7 @@ Names change in this order: select, strip, add, rename.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -91,7 +91,11 @@ class Selection(NamedTuple):
 
 
 def select(
-    checkpoint: Checkpoint, keys: Sequence[str] = (), exclude: Sequence[str] = (), renaming: Renaming = AS_IS
+    checkpoint: Checkpoint,
+    keys: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    renaming: Renaming = AS_IS,
+    without: Set[str] = frozenset(),
 ) -> Selection:
     """Select, rename and cast.
 
@@ -100,12 +104,13 @@ def select(
         keys: names or shell globs on whole fqns, `*` crosses dots; none selects all.
         exclude: names or globs of what to leave out.
         renaming: see `Renaming`.
+        without: fqns to leave out too; there may be as many as entries.
 
     Raises:
         LayoutError: nothing matches (the message lists what there is, with sizes), two entries would have one name, or
             a name to rename is not there.
     """
-    chosen = [fqn for fqn in checkpoint if selects(fqn, keys, exclude)]
+    chosen = [fqn for fqn in checkpoint if fqn not in without and selects(fqn, keys, exclude)]
     if not chosen:
         raise LayoutError(_nothing(checkpoint, keys, exclude))
     names = {fqn: _renamed(fqn, renaming) for fqn in chosen}

@@ -11,11 +11,13 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from fnmatch import fnmatchcase
 
 import numpy as np
 import pytest
 
 import dcptool
+from dcptool import selection
 from dcptool.errors import DcptoolError, ItemError, LayoutError, OutputExistsError, StorageError, UnsupportedError
 from dcptool.rewrite import ConvertOptions, convert
 from dcptool.selection import Renaming
@@ -26,6 +28,8 @@ from tests.conftest import FOREIGN, PARTS, ROOT, WHOLE
 
 torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
+
+from tests.ranks import save  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STOCK_IS_WRONG = {"w_no_collectives"}  # it takes rank 0's metadata for all (FORMAT A4)
@@ -317,6 +321,23 @@ class TestFromPt:
 
 
 class TestSafety:
+    def test_leaving_out_many_is_no_more_work_per_entry(self, tmp_path, monkeypatch):
+        """A lost file may hold a part of every tensor; names are then looked up, not matched one against the other."""
+        states = [{f"{rank}.{index}": torch.ones(1) for index in range(60)} for rank in range(2)]
+        source = save(tmp_path / "source", *states)
+        (source / "__1_0.distcp").unlink()
+        matched = []
+
+        def counted(name, pattern):
+            matched.append(pattern)
+            return fnmatchcase(name, pattern)
+
+        monkeypatch.setattr(selection, "fnmatchcase", counted)
+        options = ConvertOptions(keys=("*",), exclude=("0.7*",), skip_corrupt=True)
+        convert(source, tmp_path / "out.safetensors", "safetensors", options)
+        assert set(dcptool.open(tmp_path / "out.safetensors")) == {name for name in states[0] if name[:3] != "0.7"}
+        assert set(matched) == {"*", "0.7*"}
+
     @pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
     def test_any_flipped_bit_of_a_payload_is_refused(self, tmp_path, to):
         folder = damage.copy(FOREIGN / "w_async", tmp_path / "c")
