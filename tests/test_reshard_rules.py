@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import dcptool
 from dcptool.errors import LayoutError
 from dcptool.regions import first_gap, volume
+from dcptool.resharding.assign import Held, Share, assign
 from dcptool.resharding.mesh import Cut, Mesh, boxes_of, mislabelled, parse_mesh, parse_placement
 from dcptool.resharding.plan import ReshardOptions, default_target, make_plan, options_problem
 from tests.alone import reshard_alone
@@ -287,6 +288,22 @@ class TestMesh:
         options = ReshardOptions(mesh="dp=3,tp=2", placements=("w=tp:0,dp:0",))
         with pytest.raises(LayoutError, match=r"'w': 7 elements of dimension 0 do not divide over tp"):
             make_plan(str(tmp_path / "one"), str(tmp_path / "x"), options)
+
+
+@given(st.integers(1, 9), st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 9)), max_size=40))
+def test_what_all_ranks_hold_goes_to_the_first_that_has_least(n_ranks, items):
+    """Against looking at every rank each time; some items are held by one rank alone."""
+    held, planned, expected = [], [0] * n_ranks, {}
+    for number, (weight, rank) in enumerate(items):
+        ranks = range(n_ranks) if rank < 0 else (rank % n_ranks,)
+        held.append(Held(str(number), weight, [Share(((), ()), ranks)]))
+    # Each rank proposes what it is the first to hold.
+    for item in sorted(held, key=lambda item: item.shares[0].ranks[0]):
+        chosen = min(item.shares[0].ranks, key=planned.__getitem__)
+        planned[chosen] += item.weight or 1
+        expected[item.name] = chosen
+    files = assign(held, n_ranks).files
+    assert expected == {name: rank for rank in range(n_ranks) for name, _ in files[f"__{rank}_0.distcp"]}
 
 
 def test_a_tensor_without_any_chunk_stays_one(tmp_path):

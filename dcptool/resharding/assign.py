@@ -9,6 +9,7 @@ and filesystem.py (`_write_files_from_queue`: objects before tensors).
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -52,11 +53,17 @@ def assign(entries: Sequence[Held], n_ranks: int) -> Arrangement:
         for index, share in enumerate(entry.shares):
             proposed[share.ranks[0]].append((position, index))
     planned = [0] * n_ranks
+    everywhere, least = range(n_ranks), [(0, rank) for rank in range(n_ranks)]
     kept: list[list[tuple[int, int]]] = [[] for _ in range(n_ranks)]
     for proposals in proposed:
         for position, index in proposals:
             ranks = entries[position].shares[index].ranks
-            rank = ranks[0] if len(ranks) == 1 else min(_as_torch_iterates(ranks), key=planned.__getitem__)
+            if len(ranks) == 1:
+                rank = ranks[0]
+            elif ranks == everywhere:
+                rank = _least(least, planned)
+            else:
+                rank = min(set(ranks), key=planned.__getitem__)
             planned[rank] += entries[position].weight or 1
             kept[rank].append((position, index))
     files: dict[str, Sequence[tuple[str, Box | None]]] = {}
@@ -71,6 +78,11 @@ def assign(entries: Sequence[Held], n_ranks: int) -> Arrangement:
     return Arrangement(files, boxes)
 
 
-def _as_torch_iterates(ranks: Sequence[int]) -> Sequence[int] | set[int]:
-    """Return the ranks in the order of a set of them; a range from 0 comes in its own order."""
-    return ranks if isinstance(ranks, range) and ranks.start == 0 else set(ranks)
+def _least(heap: list[tuple[int, int]], planned: Sequence[int]) -> int:
+    """Return the first of all ranks with the least to write; the heap holds what each had when it was last looked at.
+
+    With thousands of ranks, looking at all of them for every scalar would take longer than the copy.
+    """
+    while heap[0][0] != planned[heap[0][1]]:
+        heapq.heapreplace(heap, (planned[heap[0][1]], heap[0][1]))
+    return heap[0][1]
