@@ -133,3 +133,22 @@ def test_a_second_run_to_one_place_removes_nothing_of_the_first(commands, source
     assert re.search(r"^error: rank \d of 2: s3://.*/__\d_0\.distcp is there already", second.err)
     assert first.wait().code == 0
     assert dcptool.verify(target, DEEP).good
+
+
+def test_what_is_removed_from_a_store_stops_looking_whole_first(monkeypatch):
+    """Stopped after the marker was written and before anybody heard of it: marker and metadata go before the data."""
+    from dcptool.resharding import supervisor
+
+    deleted: list[str] = []
+
+    class Store:
+        def delete(self, name: str) -> None:
+            deleted.append(name)
+
+    monkeypatch.setattr(supervisor, "storage_at", lambda url: Store())
+    watch = supervisor._Watch(None)
+    watch._written = "s3://bucket/run/step_1"
+    watch._made = ["__0_0.distcp", "__1_0.distcp", ".metadata", "_COMPLETE"]
+    watch.end()
+    assert set(deleted[:2]) == {"_COMPLETE", ".metadata"}
+    assert sorted(deleted) == sorted(watch._made)

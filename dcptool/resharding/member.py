@@ -81,6 +81,9 @@ class Audience:
     def made(self, name: str) -> None:
         """Take note of a file in an object store that is about to be made, under its final name."""
 
+    def published(self) -> None:
+        """Take note, on rank 0, that the output is complete and has its name."""
+
 
 NOBODY = Audience()
 
@@ -195,7 +198,8 @@ def run_member(
                 place.note(found.made)
             try:
                 _require_written(plan, outcomes, options)
-                _seal(plan, place, options, audience.progress)
+                _seal(plan, place, options, audience)
+                audience.published()
                 result = summarize_plan(plan, options, group.size, time.perf_counter() - began, True)
             except DcptoolError as error:
                 result = error
@@ -282,10 +286,11 @@ def _require_written(plan: Plan, outcomes: list[_Outcome], options: ReshardOptio
         raise ItemError(damaged(plan.source, list(failures.values()), ""))
 
 
-def _seal(plan: Plan, place: Target, options: ReshardOptions, progress: Progress | None) -> None:
+def _seal(plan: Plan, place: Target, options: ReshardOptions, audience: Audience) -> None:
     """Write what makes the output complete, look at it, and give it its name."""
+    storage: Creator = _Noted(place.storage, audience) if is_url(place.written) else place.storage
     for file in plan.layout.last:
-        copy(plan.source, [place.named([file])], place.storage, 1, progress)
+        copy(plan.source, [place.named([file])], storage, 1, audience.progress)
     require_same(place, plan.layout.files, plan.selection)
     if options.check:
         require_equal(plan.source, _opened(place), plan.selection, options.threads or 2)

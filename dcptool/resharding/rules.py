@@ -56,8 +56,6 @@ class Rules:
         """Tensors whose boxes are kept for want of a rule: name → layout."""
         self.unplaced: list[str] = []
         """Tensors of a mesh that no placement matches."""
-        self.per_rank: list[str] = []
-        """Objects of one rank."""
 
     def held(self) -> list[Held]:
         """Return what the ranks hold of every selected entry, in order.
@@ -105,7 +103,6 @@ class Rules:
         match = PER_RANK.search(name)
         if match is None:
             return self._everywhere
-        self.per_rank.append(name)
         return (int(match[2]) % self._n_ranks,)
 
     def _sharded_dim(self, item: SelectedTensor) -> int | None:

@@ -20,6 +20,8 @@ from typing import Any
 
 from dcptool.copying import Progress
 from dcptool.errors import DcptoolError, WorkerError
+from dcptool.formats.dcp.reader import METADATA
+from dcptool.marker import NAME
 from dcptool.resharding.group import Group
 from dcptool.resharding.member import Audience, Resharded, bug, run_member
 from dcptool.resharding.plan import ReshardOptions
@@ -71,6 +73,7 @@ class _Watch:
         self._workers: dict[Connection, Any] = {}
         self._written = ""
         self._made: list[str] = []
+        self._published = False
 
     def start(self, rank: int, size: int, *rest: Any) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
@@ -102,7 +105,7 @@ class _Watch:
                     worker.join()
                     # That a connection broke is no cause, but what follows from the loss.
                     if worker.exitcode and (found is None or isinstance(found, WorkerError)):
-                        raise WorkerError(_lost(worker, len(self._workers))) from None
+                        raise WorkerError(_lost(worker, len(self._workers), self._published)) from None
                     continue
                 if kind == "bytes" and self._progress:
                     self._progress(value)
@@ -110,6 +113,8 @@ class _Watch:
                     self._written = value
                 elif kind == "made":
                     self._made.append(value)
+                elif kind == "published":
+                    self._written, self._published = "", True
                 elif kind == "result":
                     found = found or value
                     deadline = deadline or time.monotonic() + LAST_SECONDS
@@ -143,7 +148,8 @@ class _Watch:
                 shutil.rmtree(self._written, ignore_errors=True)
             elif self._written and self._made:
                 storage = storage_at(self._written)
-                for name in self._made:
+                # What makes it complete goes first, so that nothing half removed looks whole.
+                for name in sorted(self._made, key=lambda name: name not in (NAME, METADATA)):
                     with suppress(DcptoolError):
                         storage.delete(name)
 
@@ -153,6 +159,8 @@ class _Watch:
             kind, value = pipe.recv()
             if kind == "made":
                 self._made.append(value)
+            elif kind == "published":
+                self._written, self._published = "", True
             return True
         return False
 
@@ -167,7 +175,7 @@ def _undisturbed() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _lost(worker: Any, size: int) -> str:
+def _lost(worker: Any, size: int, published: bool) -> str:
     code = worker.exitcode
     how = f"ended with exit code {code}"
     if code == 128 + signal.SIGTERM:
@@ -175,7 +183,8 @@ def _lost(worker: Any, size: int) -> str:
     elif code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
         how += " (out of memory? fewer --workers need less)" if -code == signal.SIGKILL else ""
-    return f"{worker.name} of {size} {how}; nothing was published"
+    what = "when the output was published already: it is complete" if published else "; nothing was published"
+    return f"{worker.name} of {size} {how}{' ' if published else ''}{what}"
 
 
 def _work(
@@ -233,6 +242,9 @@ class _Telling(Audience):
 
     def made(self, name: str) -> None:
         self._send("made", name)
+
+    def published(self) -> None:
+        self._send("published", None)
 
     def result(self, value: Any) -> None:
         self._send("bytes", self._nbytes)
