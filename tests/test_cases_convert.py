@@ -1,7 +1,4 @@
-"""Cases of people who convert checkpoints, as far as `test_convert`, `test_crashes` and `test_diff` do not show them.
-
-Shown there: R09 R10 R11 R38 R42 R56 R58 R60 R68 (test_convert), R07 R13 R32 R33 R34 R36 R37 R45 R65 R70 (test_diff).
-"""
+"""Cases of people who convert checkpoints; docs/cases.md says which tests elsewhere show the others."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from dcptool.errors import DcptoolError, ItemError
 from dcptool.rewrite import ConvertOptions, convert
 from dcptool.selection import Renaming
 from tests import damage
-from tests.conftest import FOREIGN, ROOT
+from tests.conftest import FOREIGN, ROOT, run
 
 torch = pytest.importorskip("torch")
 
@@ -58,6 +55,38 @@ def test_r08_only_the_wanted_bytes_are_read(tmp_path, monkeypatch):
     convert(source, tmp_path / "m.safetensors", "safetensors", options)
     assert nbytes < 200_000 < 1_000_000  # the moments alone have a megabyte
     assert set(dcptool.open(tmp_path / "m.safetensors")) == {"w", "b"}
+
+
+def test_r09_shards_and_an_index_that_is_right(tmp_path):
+    """A bf16 weight, a tied head, an integer buffer, a scalar, and what is no tensor: shards for transformers."""
+    from safetensors import safe_open
+
+    weight = torch.randn(40, 50).to(torch.bfloat16)
+    tensors = {"w": weight, "lm_head": weight, "ids": torch.arange(600), "scale": torch.tensor(2.0)}
+    save(tmp_path / "a", {"model": tensors, "n": 7})
+    options = ConvertOptions(max_shard_nbytes=5_000)
+    done = convert(tmp_path / "a", tmp_path / "hf", "safetensors", options)
+    assert done.skipped == ("n",)
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert set(index["weight_map"]) == {f"model.{name}" for name in tensors}
+    assert len(set(index["weight_map"].values())) == 3
+    for fqn, file in index["weight_map"].items():
+        with safe_open(tmp_path / "hf" / file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert torch.equal(opened.get_tensor(fqn), tensors[fqn.removeprefix("model.")])
+    with pytest.raises(DcptoolError, match="is there already"):
+        convert(tmp_path / "a", tmp_path / "hf", "safetensors", options)
+
+
+def test_r11_nothing_done_is_an_error_and_what_is_done_is_counted(tmp_path):
+    missing = run("convert", "--to", "torch", tmp_path / "nowhere", tmp_path / "m.pt")
+    assert (missing.returncode, missing.stdout) == (3, "")
+    assert "no such file or directory" in missing.stderr
+    assert not (tmp_path / "m.pt").exists()
+    done = run("convert", "--to", "torch", FOREIGN / "xver_t2130", tmp_path / "m.pt")
+    assert done.returncode == 0
+    assert re.match(r"19 tensors, 82 objects, 5\.25 kB in, .* out, .*: .*m\.pt\n", done.stdout)
 
 
 def test_r15_extra_state_is_carried_or_named(tmp_path):

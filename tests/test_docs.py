@@ -1,0 +1,61 @@
+"""docs/cases.md names tests that exist, for every case once."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.torchfree
+ROW = re.compile(r"\| (R\d\d) \| (.+?) \| (.+) \|")
+
+
+def functions_of(file: str) -> set[str]:
+    """Names of the tests of a file, those of classes with the class before them."""
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}::{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return found
+
+
+def test_every_case_has_tests_and_every_test_of_a_case_is_listed():
+    rows = ROW.findall((ROOT / "docs" / "cases.md").read_text())
+    names = [name for name, *_ in rows]
+    assert names == sorted(set(names))
+    assert len(names) == 56
+    listed = {(name, test) for name, _, tests in rows for test in re.findall(r"`([^`]+)`", tests)}
+    assert {name for name, _ in listed} == set(names)
+    for name, test in listed:
+        file, _, function = test.partition("::")
+        assert function in functions_of(file), f"{name}: {test} is no test"
+    for path in (ROOT / "tests").glob("test_*.py"):
+        for function in functions_of(path.name):
+            for number in re.findall(r"(?:^|_)r(\d\d)(?=_)", function.rpartition("::")[2]):
+                assert (f"R{number}", f"{path.name}::{function}") in listed
+
+
+def reference() -> str:
+    """The help of every command, as docs/commands.md has it."""
+    import click
+
+    from dcptool.cli import main
+
+    parts = [
+        "# Commands\n\nWhat `dcptool COMMAND --help` prints (written by `pytest tests/test_docs.py --update-golden`).\n"
+    ]
+    for name, command in main.commands.items():
+        context = click.Context(command, info_name=f"dcptool {name}", terminal_width=100, max_content_width=100)
+        parts.append(f"## dcptool {name}\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n".join(parts)
+
+
+def test_the_command_reference_is_what_help_prints(pytestconfig):
+    path = ROOT / "docs" / "commands.md"
+    if pytestconfig.getoption("--update-golden"):
+        path.write_text(reference())
+    assert path.read_text() == reference()
