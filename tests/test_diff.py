@@ -646,7 +646,6 @@ def test_every_dtype_compares_by_bits(dtype):
     assert not arithmetic.same_bits(one, other, scratch)
 
 
-@pytest.mark.torchfree
 @given(st.lists(st.tuples(st.floats(width=32), st.floats(width=32)), min_size=1, max_size=20))
 def test_errors_are_numpys(rows):
     one, other = np.array(rows, np.float32).T.copy()

@@ -5,11 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-import pytest
-
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.torchfree
 ROW = re.compile(r"\| (R\d\d) \| (.+?) \| (.+) \|")
 
 

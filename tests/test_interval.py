@@ -18,7 +18,6 @@ from dcptool.marker import NAME, Marker
 from dcptool.render.interval import duration, interval_text, percent
 from tests.conftest import FOREIGN, run
 
-pytestmark = pytest.mark.torchfree
 HOUR = 3600.0
 
 

@@ -134,7 +134,6 @@ def test_a_lost_metadata_comes_back_equal_and_torch_loads_it(steps):
 DCP_PARTS = [found for found in WHOLE if dcptool.open(found.path).format == "dcp"]
 
 
-@pytest.mark.torchfree
 @pytest.mark.parametrize("found", DCP_PARTS, ids=lambda found: found.name)
 def test_the_metadata_of_every_foreign_checkpoint_comes_back(found, tmp_path):
     path = damage.copy(found.path, tmp_path / "step_5")

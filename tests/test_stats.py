@@ -177,7 +177,6 @@ def test_the_number_of_threads_changes_no_bit(tmp_path):
 @example([[5e-324], [5e-324, 1e-323]])
 @given(st.lists(st.lists(st.floats(width=64, allow_nan=True, allow_infinity=True), max_size=6), max_size=6))
 @settings(max_examples=300, deadline=None)
-@pytest.mark.torchfree
 def test_pieces_merge_to_the_whole(pieces):
     merged = Moments()
     for piece in pieces:
@@ -336,7 +335,6 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path):
 # The command.
 
 
-@pytest.mark.torchfree
 def test_the_table_fits_80_columns_and_is_one_row_each_where_it_fits():
     narrow = run("inspect", "--stats", part("xver_t2130").path, "--keys", "model.*", env={"COLUMNS": "80"}).stdout
     lines = narrow[narrow.index("      min") :].splitlines()
@@ -348,7 +346,6 @@ def test_the_table_fits_80_columns_and_is_one_row_each_where_it_fits():
     assert lines[above + 1].split() == row.split()[3:]
 
 
-@pytest.mark.torchfree
 def test_numbers_have_four_digits():
     from dcptool.render.stats import number
 
@@ -369,7 +366,6 @@ def test_json_has_every_number_and_says_what_json_cannot(tmp_path):
     assert "not-finite" in {note["kind"] for note in document["checkpoints"][0]["notes"]}
 
 
-@pytest.mark.torchfree
 def test_several_checkpoints_and_run_directories():
     done = run("inspect", "--stats", FOREIGN / "accelerate_fsdp2", "--json")
     document = json.loads(done.stdout)
