@@ -17,17 +17,16 @@ from dcptool.checkpoint import Checkpoint, Entry, ObjectEntry, TensorEntry
 from dcptool.chunks import Chunks
 from dcptool.comparing.arithmetic import array_dtype
 from dcptool.errors import DcptoolError, ItemError
-from dcptool.fill import RecordCheck, fill
+from dcptool.fill import fill
 from dcptool.findings import Finding, Severity
-from dcptool.model import Chunk, Ints, Payload, Record
-from dcptool.reading import cut_box
+from dcptool.model import Chunk, Ints, Payload
+from dcptool.reading import check_whole, cut_box
 from dcptool.regions import Box, first_gap, intersect, volume
 
 if TYPE_CHECKING:
     import numpy as np
 
 MAX_BAND_NBYTES = 4 << 20
-_PIECE_NBYTES = 1 << 20
 _RUN_LENGTH = 8
 
 
@@ -170,7 +169,7 @@ class SideReader:
             with self._checking, unreadable(self.access, self.entry, chunk), self._lock(chunk):
                 if found not in self._checked:
                     record = self._payload(found, chunk).record
-                    self._checked[found] = "" if record.crc32 is None else self._problem(record)
+                    self._checked[found] = "" if record.crc32 is None else check_whole(self.access.checkpoint, record)
                 problem = self._checked[found]
             if problem:
                 raise UnreadableError(problem, self.access, self.entry, chunk)
@@ -179,15 +178,6 @@ class SideReader:
         """Forget what was found out about chunks, to be found out again if it is needed."""
         self._payloads.clear()
         self._checked.clear()
-
-    def _problem(self, record: Record) -> str:
-        check = RecordCheck(record)
-        buffer = memoryview(bytearray(min(_PIECE_NBYTES, record.nbytes)))
-        for start in range(0, record.nbytes, max(len(buffer), 1)):
-            piece = buffer[: record.nbytes - start]
-            self.access.checkpoint.source.read_into(record, start, piece)
-            check.update(start, piece)
-        return check.problem()
 
     def _parts(self, band: Band, index: int) -> Iterator[tuple[int, Box]]:
         if index >= 0:

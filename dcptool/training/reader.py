@@ -30,7 +30,7 @@ from torch.futures import Future
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, Entry, TensorEntry
 from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
-from dcptool.fill import crc32, fill
+from dcptool.fill import RecordCheck, fill
 from dcptool.formats.dcp.items import undo_transforms
 from dcptool.formats.detect import open_checkpoint
 from dcptool.model import Chunk, Extent, Ints, Payload, Record
@@ -291,16 +291,14 @@ def _read_record(record: Record, read_into: Callable[[Record, int, memoryview], 
         ItemError: they do not have the stored CRC32.
     """
     data = np.empty(record.nbytes, np.uint8).data
-    value = 0
+    check = RecordCheck(record)
     for start in range(0, record.nbytes, _PIECE_NBYTES):
         piece = data[start : start + _PIECE_NBYTES]
         read_into(record, start, piece)
-        value = crc32(piece, value)
-    if record.crc32 is not None and value != record.crc32:
-        raise ItemError(
-            f"bytes were changed since they were saved: record {record.name} has CRC32 {value:08x}, "
-            f"stored is {record.crc32:08x}"
-        )
+        check.update(start, piece)
+    problem = check.problem()
+    if problem:
+        raise ItemError(problem)
     return data
 
 
