@@ -45,8 +45,9 @@ def reference() -> str:
     parts = [
         "# Commands\n\nWhat `dcptool COMMAND --help` prints (written by `pytest tests/test_docs.py --update-golden`).\n"
     ]
+    parent = click.Context(main, info_name="dcptool", **main.context_settings)  # its names of the help option hold below
     for name, command in main.commands.items():
-        context = click.Context(command, info_name=f"dcptool {name}", terminal_width=100, max_content_width=100)
+        context = click.Context(command, parent, name, terminal_width=100, max_content_width=100)
         parts.append(f"## dcptool {name}\n\n```text\n{command.get_help(context)}\n```\n")
     return "\n".join(parts)
 
