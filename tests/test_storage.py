@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 import uuid
+import zipfile
 
 import fsspec
 import pytest
 
 from dcptool.errors import CheckpointNotFoundError, StorageError, UnsupportedError
-from dcptool.storage import Entry, locate
+from dcptool.storage import Entry, local, locate
 from tests.conftest import ROOT
 
 CONTENT = {"a.bin": bytes(range(256)) * 8, "empty": b"", "sub/b.bin": b"inside", ".metadata": b"hidden"}
@@ -187,3 +189,72 @@ def test_what_others_write_to_an_object_store_is_seen(s3_url):
     other.rm_file(f"{base}/step_1/__0_0.distcp")
     assert [step.state for step in dcptool.summarize(s3_url).steps] == ["incomplete", "complete"]
     assert dcptool.open(f"{s3_url}/step_2").read("w", (1, 0), (1, 5)).shape == (1, 5)
+
+
+def refuse(*_):
+    raise OSError(22, "Invalid argument")
+
+
+@pytest.mark.parametrize("advise", ["works", "fails", "is not there"])
+def test_large_local_files_are_what_was_written_whatever_the_system_thinks_of_writing_early(
+    tmp_path, monkeypatch, advise
+):
+    monkeypatch.setattr(local, "_WRITEBACK_NBYTES", 1 << 20)
+    told = []
+    if advise == "works":
+        real = os.posix_fadvise
+        monkeypatch.setattr(os, "posix_fadvise", lambda *range_: told.append(range_[1:3]) or real(*range_))
+    elif advise == "fails":
+        monkeypatch.setattr(os, "posix_fadvise", refuse)
+    else:
+        monkeypatch.delattr(os, "posix_fadvise")
+    sink = locate(str(tmp_path)).storage.create("large")
+    data = os.urandom(5 << 19)
+    for start in range(0, len(data), 300_000):
+        sink.write(memoryview(data)[start : start + 300_000])
+    sink.finish()
+    assert (tmp_path / "large").read_bytes() == data
+    if advise == "works":
+        assert [start for start, _ in told] == [0, *(start + count for start, count in told[:-1])]
+        assert told[-1][0] + told[-1][1] > len(data) - (1 << 20) - 300_000
+
+
+class _PlainServer:
+    """A file system as fsspec's for HTTP shows a server that knows neither lengths nor ranges."""
+
+    def info(self, path):
+        return {"name": path, "type": "file", "size": None}
+
+    def cat_file(self, path, start, end):
+        return b"all of the file, whatever was asked for"
+
+
+def test_a_server_without_lengths_or_ranges_is_refused_by_name():
+    storage = FsspecStorage(_PlainServer(), "http://host/run", "http://host/run")
+    with pytest.raises(StorageError, match=r"^http://host/run/model\.pt: the server does not say how long it is"):
+        storage.size("model.pt")
+    with pytest.raises(StorageError, match=r"^http://host/run/model\.pt: the server sends the whole file"):
+        storage.read("model.pt", 0, 4)
+
+
+@pytest.mark.parametrize(
+    "head", ["zip://run::", "zip://run::file://", "simplecache::file://", "simplecache::memory://"]
+)
+def test_paths_in_chained_urls_stay_chained(head, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = uuid.uuid4().hex
+    if head.startswith("zip"):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr("run/model.bin", b"inside")
+        folder = f"{head}{tmp_path}/{name}"
+        file = folder.replace("zip://run", "zip://run/model.bin")
+    else:
+        folder = f"{head}{tmp_path}/{name}" if "file" in head else f"{head}{name}"
+        fsspec.url_to_fs(folder.partition("::")[2])[0].pipe_file(folder.rpartition("//")[2] + "/model.bin", b"inside")
+        file = f"{folder}/model.bin"
+    location = locate(file)
+    assert (location.path, location.storage.root, location.file) == (file, folder, "model.bin")
+    assert location.storage.read("model.bin", 1, 3) == b"nsi"
+    assert join(folder, "model.bin") == file
+    with pytest.raises(StorageError, match=re.escape(join(folder, "other"))):
+        location.storage.read("other", 0, 1)
