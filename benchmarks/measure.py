@@ -25,7 +25,6 @@ class Run:
 class Side:
     """All counted runs of one side of a row."""
 
-    command: str
     runs: tuple[Run, ...]
 
     @property
@@ -72,10 +71,7 @@ def compare(ours: Sequence[str], theirs: Sequence[str], n_runs: int) -> tuple[Si
     for command in (ours, theirs):
         run(command)
     pairs = [(run(ours), run(theirs)) for _ in range(n_runs)]
-    return (
-        Side(" ".join(ours), tuple(pair[0] for pair in pairs)),
-        Side(" ".join(theirs), tuple(pair[1] for pair in pairs)),
-    )
+    return Side(tuple(pair[0] for pair in pairs)), Side(tuple(pair[1] for pair in pairs))
 
 
 def _sample(root: int, peak: list[int], done: threading.Event) -> None:

@@ -126,52 +126,96 @@ TORCH = {
 }
 """What torch offers for each of our formats, as a script of its arguments."""
 
-PEER = "read_metadata() in a fresh process"
+READER = "torch `read_metadata()`"
+COPY = "`cp -r`, sync"
+MIB = (256, 1024, 4096)
+
 ROWS = {
     "inspect-small": Row(
-        "inspect, 4 ranks", PEER, 1 / 15, None, lambda cache: _inspect(checkpoints.make("small", cache))
+        "`inspect`, 4 ranks, 100 entries",
+        READER,
+        1 / 15,
+        None,
+        lambda cache: _inspect(checkpoints.make("small", cache)),
     ),
-    "inspect-10k": Row("inspect, 10 k chunks", PEER, None, None, _inspect_chunks(100, 100)),
-    "inspect-100k": Row("inspect, 100 k chunks", PEER, None, None, _inspect_chunks(400, 250)),
-    "inspect-1m": Row("inspect, 1 M chunks", PEER, 0.4, 0.55, _inspect_chunks(1000, 1000)),
-    "verify-deep-1g": Row("verify --deep, 1 GiB", "cat", 2.0, None, _verify_deep(1024)),
-    "verify-deep-4g": Row("verify --deep, 4 GiB", "cat", 2.0, None, _verify_deep(4096)),
-    "safetensors-cp": Row(
-        "convert --to safetensors, 1 GiB", "cp -r, sync", 1.5, None, _convert("safetensors", 1024, 0, "cp")
+    "inspect-10k": Row("`inspect`, 10,000 chunks", READER, None, None, _inspect_chunks(100, 100)),
+    "inspect-100k": Row("`inspect`, 100,000 chunks", READER, None, None, _inspect_chunks(400, 250)),
+    "inspect-1m": Row("`inspect`, 1,000,000 chunks", READER, 0.4, 0.55, _inspect_chunks(1000, 1000)),
+    "inspect-10k-tensors": Row("`inspect`, 10,000 tensors", READER, None, None, _inspect_chunks(10_000, 2)),
+    **{
+        f"verify-deep-{mib}m": Row(f"`verify --deep`, {mib:,} MiB", "`cat`", 2.0, None, _verify_deep(mib))
+        for mib in MIB
+    },
+    **{
+        f"safetensors-{mib}m": Row(
+            f"`convert --to safetensors`, {mib:,} MiB", COPY, 1.5, None, _convert("safetensors", mib, 0, "cp")
+        )
+        for mib in MIB
+    },
+    "safetensors-mesh": Row(
+        "`convert --to safetensors`, 1,024 MiB of a 2×2 mesh", COPY, 1.5, None, _convert("safetensors", 1024, 1, "cp")
     ),
-    "safetensors-cp-mesh": Row(
-        "the same of a 2×2 mesh", "cp -r, sync", 1.5, None, _convert("safetensors", 1024, 1, "cp")
-    ),
-    "safetensors-cp-4g": Row("the same of 4 GiB", "cp -r, sync", 1.5, None, _convert("safetensors", 4096, 0, "cp")),
     "safetensors-torch": Row(
-        "convert --to safetensors, 1 GiB",
-        "dcp_to_torch_save + save_file",
+        "`convert --to safetensors`, 1,024 MiB",
+        "`dcp_to_torch_save`, `save_file`",
         1 / 15,
         None,
         _convert("safetensors", 1024, 0, "torch"),
     ),
     "torch-torch": Row(
-        "convert --to torch, 1 GiB", "dcp_to_torch_save", 1 / 10, 1 / 5, _convert("torch", 1024, 0, "torch")
+        "`convert --to torch`, 1,024 MiB", "`dcp_to_torch_save`", 1 / 10, 1 / 5, _convert("torch", 1024, 0, "torch")
     ),
-    "dcp-torch": Row("convert --to dcp, 1 GiB", "torch_save_to_dcp", 1 / 5, 1 / 3, _convert("dcp", 1024, 0, "torch")),
-    "diff-1g": Row("diff with a copy, 1 GiB", "cmp", 2.0, None, _diff(1024)),
-    "diff-4g": Row("diff with a copy, 4 GiB", "cmp", 2.0, None, _diff(4096)),
-    "load-1-rank": Row("training.Reader, 1 GiB, 1 rank", "FileSystemReader", 1.0, None, _load(1024, 1)),
-    "load-4-ranks": Row("training.Reader, 1 GiB, 4 ranks", "FileSystemReader", 1.0, None, _load(1024, 4)),
-    "reshard-8": Row("reshard 4 → 8, 1 GiB", "torchrun 8 × (load, save)", 1 / 6, 1 / 4, _reshard(1024, 8, "torch")),
-    "reshard-48": Row("reshard 4 → 48, 1 GiB", "cp -r, sync", None, None, _reshard(1024, 48, "cp")),
+    "dcp-torch": Row(
+        "`convert --to dcp`, 1,024 MiB", "`torch_save_to_dcp`", 1 / 5, 1 / 3, _convert("dcp", 1024, 0, "torch")
+    ),
+    "diff-1024m": Row("`diff` with a copy, 1,024 MiB", "`cmp`", None, None, _diff(1024)),
+    "load-1-rank": Row("`training.Reader`, 1,024 MiB, 1 rank", "`FileSystemReader`", None, None, _load(1024, 1)),
+    "load-4-ranks": Row("`training.Reader`, 1,024 MiB, 4 ranks", "`FileSystemReader`", None, None, _load(1024, 4)),
+    "reshard-8": Row(
+        "`reshard` 4 → 8 ranks, 1,024 MiB",
+        "torchrun 8 × `dcp.load`, `dcp.save`",
+        1 / 6,
+        1 / 4,
+        _reshard(1024, 8, "torch"),
+    ),
+    "reshard-48": Row("`reshard` 4 → 48 ranks, 1,024 MiB", COPY, None, None, _reshard(1024, 48, "cp")),
     "reshard-48-columns": Row(
-        "reshard 2×2 mesh → Shard(1) × 48, 1 GiB",
-        "cp -r, sync",
+        "`reshard` 2×2 mesh → 48 ranks by columns, 1,024 MiB",
+        COPY,
         None,
         None,
         _reshard(1024, 48, "cp", "--mesh r=48", "--placement '*=r:1'"),
     ),
     **{
         f"reshard-{n_ranks}-{mib}m": Row(
-            f"reshard 4 → {n_ranks}, {mib} MiB", "cp -r, sync", None, None, _reshard(mib, n_ranks, "cp")
+            f"`reshard` 4 → {n_ranks} ranks, {mib:,} MiB", COPY, None, None, _reshard(mib, n_ranks, "cp")
         )
-        for n_ranks, mib in ((8, 256), (8, 1024), (8, 4096), (64, 1024), (512, 1024))
+        for n_ranks, mib in (*((8, mib) for mib in MIB), (64, 1024), (512, 1024))
     },
-    "inspect-10k-tensors": Row("inspect, 10 k tensors", PEER, None, None, _inspect_chunks(10_000, 2)),
 }
+
+MAIN = (
+    "inspect-small",
+    "inspect-1m",
+    "verify-deep-1024m",
+    "safetensors-1024m",
+    "safetensors-torch",
+    "torch-torch",
+    "dcp-torch",
+    "reshard-8",
+    "reshard-48",
+)
+"""The rows whose goals the project has set itself."""
+
+GROWTH = {
+    "bytes (MiB)": {
+        "verify --deep": [(mib, f"verify-deep-{mib}m") for mib in MIB],
+        "convert --to safetensors": [(mib, f"safetensors-{mib}m") for mib in MIB],
+        "reshard to 8 ranks": [(mib, f"reshard-8-{mib}m") for mib in MIB],
+    },
+    "chunks": {"inspect": [(10_000, "inspect-10k"), (100_000, "inspect-100k"), (1_000_000, "inspect-1m")]},
+    "target ranks": {
+        "reshard, 1,024 MiB": [(8, "reshard-8-1024m"), (64, "reshard-64-1024m"), (512, "reshard-512-1024m")]
+    },
+}
+"""What grows → the work → at which size which row was measured."""
