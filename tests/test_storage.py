@@ -14,7 +14,7 @@ import fsspec
 import pytest
 
 from dcptool.errors import CheckpointNotFoundError, StorageError, UnsupportedError
-from dcptool.storage import Entry, local, locate
+from dcptool.storage import Entry, FsspecStorage, base_name, join, local, locate
 from tests.conftest import ROOT
 
 CONTENT = {"a.bin": bytes(range(256)) * 8, "empty": b"", "sub/b.bin": b"inside", ".metadata": b"hidden"}
@@ -237,24 +237,19 @@ def test_a_server_without_lengths_or_ranges_is_refused_by_name():
         storage.read("model.pt", 0, 4)
 
 
-@pytest.mark.parametrize(
-    "head", ["zip://run::", "zip://run::file://", "simplecache::file://", "simplecache::memory://"]
-)
-def test_paths_in_chained_urls_stay_chained(head, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    name = uuid.uuid4().hex
+@pytest.mark.parametrize("head", ["zip://run::", "zip://run::file://", "simplecache::file://"])
+def test_paths_in_chained_urls_stay_chained(head, tmp_path):
     if head.startswith("zip"):
-        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+        with zipfile.ZipFile(tmp_path / "run.zip", "w") as archive:
             archive.writestr("run/model.bin", b"inside")
-        folder = f"{head}{tmp_path}/{name}"
+        folder = f"{head}{tmp_path}/run.zip"
         file = folder.replace("zip://run", "zip://run/model.bin")
     else:
-        folder = f"{head}{tmp_path}/{name}" if "file" in head else f"{head}{name}"
-        fsspec.url_to_fs(folder.partition("::")[2])[0].pipe_file(folder.rpartition("//")[2] + "/model.bin", b"inside")
-        file = f"{folder}/model.bin"
+        (tmp_path / "model.bin").write_bytes(b"inside")
+        folder, file = f"{head}{tmp_path}", f"{head}{tmp_path}/model.bin"
     location = locate(file)
     assert (location.path, location.storage.root, location.file) == (file, folder, "model.bin")
+    assert (join(folder, "model.bin"), base_name(file)) == (file, "model.bin")
     assert location.storage.read("model.bin", 1, 3) == b"nsi"
-    assert join(folder, "model.bin") == file
-    with pytest.raises(StorageError, match=re.escape(join(folder, "other"))):
+    with pytest.raises(StorageError, match=f"^{re.escape(join(folder, 'other'))}: no such file"):
         location.storage.read("other", 0, 1)

@@ -11,7 +11,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dcptool.errors import CheckpointNotFoundError, UnsupportedError
-from dcptool.storage.base import Creator, Entry, Sink, Storage, base_name, is_temporary, join, translated, walk
+from dcptool.storage.base import (
+    Creator,
+    Entry,
+    Sink,
+    Storage,
+    base_name,
+    is_temporary,
+    join,
+    parent,
+    translated,
+    walk,
+)
 from dcptool.storage.local import LocalStorage
 from dcptool.storage.remote import FsspecStorage
 from dcptool.storage.union import UnionStorage
@@ -131,7 +142,7 @@ def _locate_url(url: str) -> Location:
     if found["type"] == "directory":
         return Location(FsspecStorage(filesystem, url, path), None)
     folder, _, name = path.rstrip("/").rpartition("/")
-    return Location(FsspecStorage(filesystem, url.rpartition("/")[0], folder), name)
+    return Location(FsspecStorage(filesystem, parent(url), folder), name)
 
 
 def _similar(path: str) -> str:

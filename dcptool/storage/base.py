@@ -158,7 +158,7 @@ def is_temporary(name: str) -> bool:
 
 def base_name(path: str) -> str:
     """Return the last part of a path, a URL or a name; of `.` and the like that of the folder they stand for."""
-    name = path.partition("::")[0].rstrip("/").rpartition("/")[2]
+    name = _links(path)[1].rstrip("/").rpartition("/")[2]
     return os.path.basename(os.path.abspath(path)) if name in ("", ".", "..") and "://" not in path else name
 
 
@@ -166,12 +166,29 @@ def join(root: str, name: str) -> str:
     """Return the path or URL of a name under a root, as a user would type it."""
     if not name:
         return root
-    if "::" in root:  # a chain: the name belongs to its first link
-        first, _, rest = root.partition("::")
-        return f"{join(first, name)}::{rest}"
+    before, root, after = _links(root)
+    if before or after:
+        return f"{before}{join(root, name)}{after}"
     if root.endswith("://"):
         return root + name
     return name if root == "." else f"{root.rstrip('/')}/{name}"
+
+
+def parent(url: str) -> str:
+    """Return the URL of the folder that a file is in."""
+    before, link, after = _links(url)
+    scheme, slashes, path = link.rpartition("://")
+    return f"{before}{scheme}{slashes}{path.rpartition('/')[0]}{after}"
+
+
+def _links(url: str) -> tuple[str, str, str]:
+    """Return what stands before the link of a chained URL that has the path, it, and what stands behind it.
+
+    It is the first one with a path; those before it, such as a cache, have none.
+    """
+    links = url.split("::")
+    at = next((index for index, link in enumerate(links) if "://" in link), len(links) - 1)
+    return "".join(f"{link}::" for link in links[:at]), links[at], "".join(f"::{link}" for link in links[at + 1 :])
 
 
 class translated:

@@ -28,12 +28,12 @@ class FsspecStorage:
     def _path(self, name: str) -> str:
         return f"{self._base}/{name}" if name else self._base
 
-    def _shown(self, name: str) -> str:
-        return f"{self.root}/{name}" if name else self.root
+    def _url(self, name: str) -> str:
+        return join(self.root, name)
 
     def entries(self, folder: str = "") -> list[Entry]:
         path = self._path(folder)
-        with translated(self._shown(folder)):
+        with translated(self._url(folder)):
             self._filesystem.invalidate_cache()  # somebody else may be writing there
             found = self._filesystem.ls(path, detail=True)
         entries = {}
@@ -50,23 +50,29 @@ class FsspecStorage:
 
     def size(self, name: str) -> int | None:
         try:
-            with translated(self._shown(name)):
+            with translated(self._url(name)):
                 found = self._filesystem.info(self._path(name))
         except CheckpointNotFoundError:
             return None
-        return None if found["type"] == "directory" else int(found["size"])
+        if found["type"] == "directory":
+            return None
+        if found["size"] is None:
+            raise StorageError(f"{self._url(name)}: the server does not say how long it is; download it first")
+        return int(found["size"])
 
     def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
-        shown = self._shown(name)
+        url = self._url(name)
         if nbytes == 0:
             return b""
-        with translated(shown, StorageError):
+        with translated(url, StorageError):
             try:
                 data = bytes(self._filesystem.cat_file(self._path(name), start=byte_offset, end=byte_offset + nbytes))
             except (ValueError, IndexError):  # how some stores answer a range that starts past the end
                 data = b""
-        if len(data) != nbytes:
-            raise too_short(shown, byte_offset, nbytes, byte_offset + len(data))
+        if len(data) > nbytes:
+            raise StorageError(f"{url}: the server sends the whole file where a part is asked for; download it first")
+        if len(data) < nbytes:
+            raise too_short(url, byte_offset, nbytes, byte_offset + len(data))
         return data
 
     def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
@@ -85,31 +91,31 @@ class FsspecStorage:
         return FsspecStorage(self._filesystem, join(self.root, folder), self._path(folder))
 
     def write(self, name: str, data: bytes) -> None:
-        with translated(self._shown(name), StorageError):
+        with translated(self._url(name), StorageError):
             self._filesystem.pipe_file(self._path(name), data)
 
     def create(self, name: str) -> RemoteSink:
-        with translated(self._shown(name), StorageError):
+        with translated(self._url(name), StorageError):
             if self._filesystem.exists(self._path(name)):
-                raise StorageError(f"{self._shown(name)} is there already")
+                raise StorageError(f"{self._url(name)} is there already")
             self._filesystem.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
             opened = self._filesystem.open(self._path(name), "wb", block_size=_PART_NBYTES, autocommit=False)
-        return RemoteSink(self._shown(name), opened)
+        return RemoteSink(self._url(name), opened)
 
     def delete(self, name: str) -> None:
-        with suppress(CheckpointNotFoundError), translated(self._shown(name)):
+        with suppress(CheckpointNotFoundError), translated(self._url(name)):
             self._filesystem.rm_file(self._path(name))
 
     def delete_folder(self, name: str) -> None:
         for _ in range(_DELETE_ATTEMPTS):
-            with suppress(CheckpointNotFoundError), translated(self._shown(name)):
+            with suppress(CheckpointNotFoundError), translated(self._url(name)):
                 self._filesystem.invalidate_cache()
                 self._filesystem.rm(self._path(name), recursive=True)
-            with translated(self._shown(name)):
+            with translated(self._url(name)):
                 self._filesystem.invalidate_cache()
                 if not self._filesystem.exists(self._path(name)):
                     return
-        raise StorageError(f"{self._shown(name)} is still there after {_DELETE_ATTEMPTS} deletions")
+        raise StorageError(f"{self._url(name)} is still there after {_DELETE_ATTEMPTS} deletions")
 
     def close(self) -> None:
         """Nothing is held open: every read is a request of its own."""
@@ -118,15 +124,15 @@ class FsspecStorage:
 class RemoteSink:
     """A new object: uploaded in parts, and there only once all of them are."""
 
-    def __init__(self, shown: str, opened: Any) -> None:
-        self._shown, self._opened = shown, opened
+    def __init__(self, url: str, opened: Any) -> None:
+        self._url, self._opened = url, opened
 
     def write(self, data: bytes | memoryview) -> None:
-        with translated(self._shown, StorageError):
+        with translated(self._url, StorageError):
             self._opened.write(bytes(data))
 
     def finish(self) -> None:
-        with translated(self._shown, StorageError):
+        with translated(self._url, StorageError):
             self._opened.close()
             self._opened.commit()
 
