@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ReadInto = Callable[[Record, int, memoryview], None]
 """Fill a buffer with a record's bytes from a byte offset (inside the record) on."""
 
-WINDOW_NBYTES = 16 << 20
+WINDOW_NBYTES = 8 << 20
 """Most bytes held between file and array."""
 SMALL_NBYTES = 256 << 10
 """A window this small is read in one go even where most of it is not wanted."""

@@ -102,7 +102,7 @@ class TensorReader:
         array = np.empty(sizes, stored)
         self._assemble(band.box, array)
         with np.errstate(over="ignore", invalid="ignore"):
-            np.frombuffer(out, np.uint8).view(wanted).reshape(sizes)[...] = array.astype(wanted)
+            np.copyto(np.frombuffer(out, np.uint8).view(wanted).reshape(sizes), array, "unsafe")  # no third array
 
     def checks(self) -> list[tuple[int, RecordCheck]]:
         """Return for each chunk that was read its index and what was seen of its record."""
