@@ -15,6 +15,9 @@ from dcptool.pickles.tensors import TensorView, tensor_view
 from dcptool.regions import span
 
 MAX_KEPT_NBYTES = 4096
+MAX_CHECKED_NBYTES = 1 << 20
+"""A storage in an object up to this length is read whole to be shown, so that its CRC32 can be checked."""
+_KEPT_STORAGES = 8
 
 
 def payload_of(view: TensorView, archive: TorchZip, item: Extent) -> Payload:
@@ -88,10 +91,16 @@ def storages(archive: TorchZip, item: Extent) -> dict[str, Record]:
 def decoded(root: Any, archive: TorchZip) -> Any:
     """Return an object of a zip's pickle in readable form, with the values of small tensors in it."""
 
+    @functools.lru_cache(_KEPT_STORAGES)
+    def checked(name: str) -> bytes:
+        return archive.content(name, MAX_CHECKED_NBYTES)
+
     def read_view(view: TensorView) -> bytes:
         record = payload_of(view, archive, Extent("", 0, archive.nbytes)).record
         itemsize = dtypes.lookup(view.dtype).itemsize
-        start = record.byte_offset + view.storage_offset * itemsize
-        return archive.read(start, span(view.shape, view.strides) * itemsize)
+        start, nbytes = view.storage_offset * itemsize, span(view.shape, view.strides) * itemsize
+        if record.nbytes <= MAX_CHECKED_NBYTES:
+            return checked(record.name)[start : start + nbytes]
+        return archive.read(record.byte_offset + start, nbytes)
 
     return plain.decode(root, read_view)

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 from dcptool import dtypes
-from dcptool.errors import DcptoolError, ItemError
+from dcptool.errors import DcptoolError, ItemError, UnsupportedError
 from dcptool.model import Ints
 from dcptool.pickles.standins import Global, Node, PersistentId, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
@@ -241,7 +241,7 @@ class _Decoder:
         if self.read_view and prod(view.shape) <= MAX_ELEMENTS and span(view.shape, view.strides) <= MAX_SPAN:
             try:
                 stored = dtypes.unpack(view.dtype, self.read_view(view))
-            except DcptoolError:
+            except UnsupportedError:
                 stored = None
             values = None if stored is None else _strided(stored, view)
         return Array("torch.Tensor", view.dtype, view.shape, values)
