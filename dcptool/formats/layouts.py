@@ -11,6 +11,7 @@ from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedErro
 from dcptool.formats import safetensors_write, torch_save_write
 from dcptool.formats.dcp import write as dcp_write
 from dcptool.formats.safetensors import SUFFIX
+from dcptool.formats.safetensors_write import INDEX
 from dcptool.model import Literal, OutputFile
 from dcptool.pickles import plain
 from dcptool.selection import SelectedObject, Selection
@@ -118,15 +119,17 @@ def _safetensors(
     else:
         files = safetensors_write.sharded(tensors, max_shard_nbytes)
     notes = ["bytes are copied, no architecture is mapped: names and shapes are those of the source"]
+    n_objects, skipped = 0, tuple(item.entry.fqn for item in selection.objects)
     if objects == "keep" and selection.objects:
         if is_file:
             raise LayoutError(
                 f"objects go into a file beside the tensors: name a folder, such as {path.removesuffix(SUFFIX)}"
             )
         files.append(_objects_file(checkpoint, selection.objects))
-        return Layout(tuple(files), False, len(selection.objects), (), tuple(notes), _open_all)
-    skipped = tuple(item.entry.fqn for item in selection.objects)
-    return Layout(tuple(files), is_file, 0, skipped, tuple(notes), _open_all)
+        n_objects, skipped = len(selection.objects), ()
+    last = tuple(file for file in files if file.name == INDEX)
+    others = tuple(file for file in files if file.name != INDEX)
+    return Layout(others, is_file, n_objects, skipped, tuple(notes), _open_all, last)
 
 
 def _objects_file(checkpoint: Checkpoint, objects: Sequence[SelectedObject]) -> OutputFile:
