@@ -38,6 +38,18 @@ def test_chunks_show_boxes_and_places():
     assert "__3_0.distcp:" in done.stdout
 
 
+@pytest.mark.parametrize("also", ["--values", "--stats", "--by-file"])
+def test_chunks_are_listed_whatever_else_is_shown(also):
+    path = "fixtures/foreign/mesh2d_fsdp_tp"
+    done, alone = (run("inspect", path, *options, "--keys", "model.w2.weight") for options in ([also], []))
+    both = run("inspect", path, "--chunks", also, "--keys", "model.w2.weight")
+    assert both.stdout.startswith(done.stdout)
+    assert both.stdout.count("    offsets [") == 4
+    assert "    offsets [" not in done.stdout + alone.stdout
+    several = run("inspect", "fixtures/foreign/accelerate_fsdp2", "--chunks")
+    assert several.stdout.count("    offsets [") > 4
+
+
 def test_selection_and_depth():
     done = run(
         "inspect", "fixtures/foreign/xver_t2130", "--keys", "optim.state.*", "--exclude", "*step", "--depth", "3"
@@ -291,7 +303,10 @@ def test_exact_names_select_and_beginnings_are_explained():
     done = run("inspect", "fixtures/foreign/xver_t2130", "--keys", "model.block")
     assert done.stderr == "error: no entry is named 'model.block'; for those that begin so: --keys 'model.block*'\n"
     done = run("inspect", "fixtures/foreign/run_crashed", "--chunks")
-    assert done.stderr.startswith("note: a run directory shows its steps")
+    assert done.stderr == "note: a run directory shows its steps; --chunks: name one of them\n"
+    done = run("inspect", "fixtures/foreign/run_crashed", "--values", "--by-file")
+    assert done.stderr == "note: a run directory shows its steps; --values, --by-file: name one of them\n"
+    assert run("inspect", "fixtures/foreign/run_crashed", "--chunks", "--quiet").stderr == ""
 
 
 def test_mistakes_get_a_next_step(tmp_path):

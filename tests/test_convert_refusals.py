@@ -134,6 +134,7 @@ def test_a_place_is_refused_before_everything_is_read(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["--to", "dcp", "--nesting", "flat"], "--nesting is about .pt files, not --to dcp"),
+        (["--to", "safetensors", "--max-shard-size", "9" * 330 + "GB"], "999' is no size; write 5GB or 500MB"),
         (["--to", "torch", "--max-shard-size", "5GB"], "--max-shard-size is about safetensors in a folder"),
         (
             ["--to", "torch", "--engine", "torch", "--threads", "2", "--objects", "skip"],

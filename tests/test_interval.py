@@ -218,6 +218,7 @@ class TestCommand:
             (["--save", "1s", "--mtbf", "3h", "--interval", "0s"], "--interval must be more than 0"),
             (["--save", "-1s", "--mtbf", "3h"], "'-1s' is no length of time"),
             (["--save", "45", "--mtbf", "3h"], "'45' is no length of time; write 90s"),
+            (["--save", "45s", "--mtbf", "9" * 330 + "d"], "999' is no length of time; write 90s"),
         ],
     )
     def test_what_is_missing_or_wrong_is_named(self, arguments, message):

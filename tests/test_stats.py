@@ -372,7 +372,7 @@ def test_several_checkpoints_and_run_directories():
     assert len(document["checkpoints"]) > 1
     assert all("stats" in tensor for found in document["checkpoints"] for tensor in found["tensors"])
     of_run = run("inspect", "--stats", FOREIGN / "run_crashed")
-    assert "--stats need one of them" in of_run.stderr
+    assert "--stats: name one of them" in of_run.stderr
     assert run("inspect", "--threads", 2, FOREIGN / "xver_t2130").returncode == 2
 
 

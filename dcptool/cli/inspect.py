@@ -67,9 +67,11 @@ def inspect(
                 {"schema": 1, "path": path, "checkpoints": [], "errors": [{"path": path, "message": str(error)}]}
             )
         raise
-    if summary.steps and (keys or exclude or chunks or stats):
-        given = "--keys, --exclude, --chunks and --stats"
-        click.echo(f"note: a run directory shows its steps; {given} need one of them", err=True)
+    if summary.steps and not quiet:
+        given = [("--keys", keys), ("--exclude", exclude), ("--chunks", chunks), ("--values", values)]
+        unused = [option for option, value in [*given, ("--stats", stats), ("--by-file", by_file)] if value]
+        if unused:
+            click.echo(f"note: a run directory shows its steps; {', '.join(unused)}: name one of them", err=True)
     if as_json and not quiet:
         from dcptool.render.inspect import to_json
 

@@ -43,9 +43,10 @@ class Duration(click.ParamType[float]):
         if isinstance(value, float):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(value))
-        if match is None:
-            self.fail(f"{value!r} is no length of time; write 90s, 30m, 2h or 1d", param, ctx)
-        return float(match[1]) * self._UNITS[match[2]]
+        seconds = float(match[1]) * self._UNITS[match[2]] if match else math.inf
+        if seconds == math.inf:
+            self.fail(f"{str(value)[:80]!r} is no length of time; write 90s, 30m, 2h or 1d", param, ctx)
+        return seconds
 
 
 def marker(command: Command) -> Command:
@@ -128,10 +129,10 @@ class Size(click.ParamType[int]):
         if isinstance(value, int):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", str(value).upper())
-        nbytes = int(float(match[1]) * self._UNITS[match[2] or ""]) if match else 0
-        if nbytes < 1:
-            self.fail(f"{value!r} is no size; write 5GB or 500MB", param, ctx)
-        return nbytes
+        nbytes = float(match[1]) * self._UNITS[match[2] or ""] if match else 0
+        if not 1 <= nbytes < math.inf:
+            self.fail(f"{str(value)[:80]!r} is no size; write 5GB or 500MB", param, ctx)
+        return int(nbytes)
 
 
 class Tolerance(click.ParamType[float]):

@@ -27,7 +27,8 @@ FOLD_ABOVE = 40
 def to_text(summary: Summary, width: int, by_file: bool = False, values: bool = False) -> str:
     """Return the report for a terminal of `width` columns; names are never cut, values may be.
 
-    With `by_file` the files take the place of tensors and objects, with `values` their values.
+    With `by_file` the files take the place of tensors and objects, with `values` their values, with statistics these;
+    tensors whose chunks were asked for stay all the same.
     """
     blocks = [_run_text(summary)] if summary.steps else []
     count = len(summary.checkpoints) + len(summary.errors)
@@ -42,7 +43,9 @@ def to_text(summary: Summary, width: int, by_file: bool = False, values: bool = 
         blocks += [_files_text(checkpoint)] if by_file else []
         blocks += [_values_text(checkpoint)] if values else []
         blocks += [_stats_text(report, width)] if report else []
-        blocks += [_tensors_text(checkpoint, width), _objects_text(checkpoint, width)] if in_full else []
+        has_chunks = any(tensor.chunks is not None for tensor in checkpoint.tensors)
+        blocks += [_tensors_text(checkpoint, width)] if in_full or has_chunks else []
+        blocks += [_objects_text(checkpoint, width)] if in_full else []
     blocks += [f"error: {_indented(message)}" for _, message in summary.errors]
     if summary.others:
         blocks.append("\n".join(["also here:", *(f"  dcptool inspect {_quoted(path)}" for path in summary.others)]))
