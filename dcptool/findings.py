@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
@@ -40,6 +41,12 @@ class Finding(NamedTuple):
     sizes: tuple[int, ...] | None = None
     byte_range: tuple[int, int] | None = None
     next_step: str = ""
+
+
+def worst_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings by severity, errors first; those of one severity stay in their order."""
+    order = list(Severity)
+    return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
 def inside(part: str, finding: Finding) -> Finding:

@@ -19,8 +19,7 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from dcptool.errors import DcptoolError
-from dcptool.marker import NAME, Marker, read_marker
+from dcptool.marker import NAME, Marker, marker_in
 from dcptool.runs import require_run
 from dcptool.steps import step_number
 from dcptool.storage import locate
@@ -183,12 +182,7 @@ def read_cadence(run_dir: str | os.PathLike[str], marker: str = NAME) -> Cadence
     storage = locate(run.path).storage
     found: list[tuple[int, Marker]] = []
     for name in run.steps:
-        try:
-            folder = storage.below(name)
-            files = {entry.name: entry.nbytes for entry in folder.entries() if not entry.is_dir}
-            read, _ = read_marker(folder, files, marker)
-        except DcptoolError:  # deleted meanwhile, or not readable: the others tell enough
-            continue
+        read = marker_in(storage.below(name), marker)
         if read and read.writer == "save":
             found.append((step_number(name) or 0, read))
     saves = [one.save_seconds if one.blocked_seconds is None else one.blocked_seconds for _, one in found]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from dcptool.errors import StorageError
+from dcptool.errors import DcptoolError, StorageError
 from dcptool.findings import Finding, Severity
 from dcptool.storage import Storage, is_temporary
 
@@ -97,6 +97,15 @@ def read_marker(storage: Storage, files: Mapping[str, int], name: str = NAME) ->
         message = f"the marker {found} cannot be read ({error}); it counts for nothing"
         step = "Check the checkpoint, then write it anew: dcptool mark"
         return None, [Finding("bad-marker", Severity.ERROR, message, found, next_step=step)]
+
+
+def marker_in(storage: Storage, name: str = NAME) -> Marker | None:
+    """Return the marker in a folder; None if there is none, or it, or the folder, cannot be read."""
+    try:
+        files = {entry.name: entry.nbytes for entry in storage.entries() if not entry.is_dir}
+    except DcptoolError:
+        return None
+    return read_marker(storage, files, name)[0]
 
 
 def is_marker(storage: Storage, name: str, nbytes: int) -> bool:

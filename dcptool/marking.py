@@ -13,7 +13,7 @@ from dcptool.formats.dcp.reader import METADATA, rank_metadata
 from dcptool.formats.safetensors import INDEX_SUFFIX
 from dcptool.marker import FOREIGN, NAME, NEGATIVE, Marker, is_marker, name_problem, sha256
 from dcptool.runs import runs_at
-from dcptool.storage import Location, Storage, join, locate, walk
+from dcptool.storage import Location, join, locate, walk
 from dcptool.verdict import Rules, State, Verdict, judge
 
 
@@ -69,9 +69,9 @@ def mark_complete(
     if not verdict.whole:
         hint = f"dcptool verify {verdict.path}"
         raise ItemError(f"{verdict.path} is {verdict.state.value}, not marked: {verdict.reason}\nSee all: {hint}")
-    document = make_marker(location, verdict, marker, checksums)
-    location.storage.write(marker, document.document())
-    return Marked(join(location.path, marker), document, verdict)
+    made = make_marker(location, verdict, marker, checksums)
+    location.storage.write(marker, made.document())
+    return Marked(join(location.path, marker), made, verdict)
 
 
 def make_marker(location: Location, verdict: Verdict, name: str, checksums: bool) -> Marker:
@@ -79,7 +79,6 @@ def make_marker(location: Location, verdict: Verdict, name: str, checksums: bool
     storage = location.storage
     ours = {name, NAME, *FOREIGN, *NEGATIVE}
     files = {entry.name: entry.nbytes for entry in walk(storage) if entry.name not in ours}
-    sizes = [part.world_size for part in verdict.parts if part.world_size]
     valid = verdict.marker is not None and verdict.marker.name == name and verdict.state is State.COMPLETE
     old = verdict.marker if valid else None
     return Marker(
@@ -87,20 +86,16 @@ def make_marker(location: Location, verdict: Verdict, name: str, checksums: bool
         (old and old.writer) or "mark",
         verdict.step,
         datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        max(sizes) if sizes else None,
+        verdict.world_size,
         old.save_seconds if old else None,
         old.blocked_seconds if old else None,
         save_id=next((part.save_id for part in verdict.parts if part.save_id), None),
         metadata_sha256={file: sha256(storage, file, files[file]) for file in files if _is_metadata(file)},
         files=files,
-        sha256=_checksums(storage, files) if checksums else {},
+        sha256={file: sha256(storage, file, nbytes) for file, nbytes in files.items()} if checksums else {},
     )
 
 
 def _is_metadata(file: str) -> bool:
     name = file.rpartition("/")[2]
     return name == METADATA or bool(rank_metadata({name: 0})) or name.endswith(INDEX_SUFFIX)
-
-
-def _checksums(storage: Storage, files: dict[str, int]) -> dict[str, str]:
-    return {file: sha256(storage, file, nbytes) for file, nbytes in files.items()}

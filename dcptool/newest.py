@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dcptool.errors import CheckpointNotFoundError, DcptoolError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import find_parts
-from dcptool.marker import is_of_save, read_marker
+from dcptool.marker import is_of_save, marker_in
 from dcptool.pointers import pointer_problems, read_pointers
 from dcptool.runs import find_runs, listed, require_run
 from dcptool.steps import step_number, step_order
@@ -122,7 +122,7 @@ def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[str], rule
         return verdict._replace(state=State.INCOMPLETE, findings=(*lacking, *verdict.findings))
     if verdict.marker is None:
         for other in older:
-            if _has_marker_of_save(storage.below(other), rules.marker):
+            if is_of_save(marker_in(storage.below(other), rules.marker)):
                 return without_marker(verdict, other)
     return verdict
 
@@ -133,11 +133,3 @@ def _part_names(storage: Storage, step: str) -> frozenset[str]:
         return frozenset(part.name for part in find_parts(Location(storage.below(step), None), below_dcp=True))
     except DcptoolError:
         return frozenset()
-
-
-def _has_marker_of_save(storage: Storage, name: str) -> bool:
-    try:
-        files = {entry.name: entry.nbytes for entry in storage.entries() if not entry.is_dir}
-    except DcptoolError:
-        return False
-    return is_of_save(read_marker(storage, files, name)[0])

@@ -16,7 +16,7 @@ from dcptool.checkpoint import Checkpoint
 from dcptool.checks import CheckReport, Level, check, state_of
 from dcptool.checks.items import Progress, Tally
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError, UnsupportedError
-from dcptool.findings import Finding, Severity, inside
+from dcptool.findings import Finding, Severity, inside, worst_first
 from dcptool.formats.dcp.reader import METADATA, rank_metadata
 from dcptool.formats.detect import find_parts, not_a_checkpoint, open_part
 from dcptool.marker import NAME, Marker, checksum_problems, marker_problems, read_marker
@@ -187,7 +187,7 @@ def judge(
         state,
         marker,
         found.parts,
-        (*((sign,) if sign else ()), *_worst_first(problems)),
+        (*((sign,) if sign else ()), *worst_first(problems)),
         len(files),
         sum(files.values()),
         last_written(location, listing),
@@ -201,11 +201,6 @@ def unreadable(path: str, error: StorageError, level: Level) -> Verdict:
     name = base_name(path)
     finding = Finding("unreadable", Severity.ERROR, str(error), next_step="It may be whole: look again when it can be.")
     return Verdict(path, name, step_number(name), State.DAMAGED, None, (), (finding,), 0, 0, None, level, Tally())
-
-
-def _worst_first(problems: Sequence[Finding]) -> list[Finding]:
-    order = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.NOTE: 2}
-    return sorted(problems, key=lambda finding: order[finding.severity])
 
 
 def _markers(

@@ -20,8 +20,9 @@ from dcptool.checks.items import Progress, Tally, item_problems
 from dcptool.checks.paths import path_problems
 from dcptool.cover import Cover, cover
 from dcptool.errors import LayoutError
-from dcptool.findings import Finding, Severity
+from dcptool.findings import Finding, Severity, worst_first
 from dcptool.formats.safetensors import SHARDS_FLAVOUR
+from dcptool.regions import volume
 
 INCOMPLETE_KINDS = frozenset(
     {"no-metadata", "missing-file", "short-file", "rank-metadata-missing", "missing-part", "lfs-pointer", "empty"}
@@ -105,8 +106,7 @@ def check(
     if level >= Level.DEEP:
         problems += replica_problems(checkpoint)
         problems += _unverifiable(checkpoint, tally)
-    order = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.NOTE: 2}
-    return CheckReport(tuple(sorted(problems, key=lambda finding: order[finding.severity])), level, tally)
+    return CheckReport(tuple(worst_first(problems)), level, tally)
 
 
 def cover_problems(checkpoint: Checkpoint, known_exact: Iterable[str] = (), deep: bool = False) -> list[Finding]:
@@ -136,9 +136,7 @@ def cover_problems(checkpoint: Checkpoint, known_exact: Iterable[str] = (), deep
 
 def _hole(entry: TensorEntry, found: Cover) -> Finding:
     offsets, sizes = found.gaps[0]
-    n_elements = 1
-    for size in entry.shape:
-        n_elements *= size
+    n_elements = volume(entry.shape)
     message = f"{entry.fqn!r}: no chunk holds {found.n_missing:,} of its {n_elements:,} elements"
     message += f" ({found.n_missing / n_elements:.0%}), the first at {list(offsets)} sizes {list(sizes)}"
     step = "torch fills such holes with whatever is in memory; resume from another step."
