@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Sequence
 
 from dcptool.checkpoint import Checkpoint
-from dcptool.checks import check
+from dcptool.checks import check, cover_problems
 from dcptool.comparing.bands import Access
 from dcptool.comparing.objects import compare_objects
 from dcptool.comparing.pool import Pool
@@ -80,18 +79,19 @@ def damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
 
 
 def require_same(place: Target, files: Sequence[OutputFile], selection: Selection) -> None:
-    """Open what was written and compare shapes, dtypes and bytes with what was meant.
+    """Open what was written: its shapes, dtypes and lengths must be what was meant, and its boxes an exact cover.
 
     Raises:
-        ItemError: it is not the same.
+        ItemError: they are not.
     """
     written = open_checkpoint(place.written)
     meant = Counter((tensor.dtype, tensor.entry.shape) for tensor in selection.tensors)
     found = Counter((entry.dtype, entry.shape) for entry in written.tensors.values())
     different = [file.name for file in place.named(files) if place.storage.size(file.name) != file.nbytes]
+    uncovered = [finding.message for finding in cover_problems(written) if finding.severity is Severity.ERROR]
     # Objects of a `.pt` file may hold tensors too.
-    if meant - found or different:
-        what = [*(meant - found), *different][:3]
+    if meant - found or different or uncovered:
+        what = [*(meant - found), *different, *uncovered][:3]
         raise ItemError(f"what was written does not open as what was meant: {what}; this is a bug")
 
 
@@ -101,7 +101,7 @@ def require_equal(source: Checkpoint, written: Checkpoint, selection: Selection,
     Raises:
         ItemError: one of them differs; names it.
     """
-    sides = Access("A", source, threading.Lock()), Access("B", written, threading.Lock())
+    sides = Access("A", source), Access("B", written)
     tensors = [item for item in selection.tensors if item.dtype == item.entry.dtype and item.name in written.tensors]
     objects = [item for item in selection.objects if item.name in written.objects]
     with Pool(threads) as pool:

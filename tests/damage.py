@@ -24,6 +24,11 @@ def truncate(file: Path, nbytes: int) -> None:
     file.write_bytes(file.read_bytes()[:nbytes])
 
 
+def leave_lfs_pointer(file: Path) -> None:
+    """Put in place of a file what a clone without Git LFS has there."""
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 123456\n")
+
+
 def overwrite(file: Path, byte_offset: int, data: bytes) -> None:
     """Put other bytes in place of some."""
     content = bytearray(file.read_bytes())

@@ -12,6 +12,8 @@ import pytest
 
 import dcptool
 from dcptool.errors import DcptoolError, ItemError
+from dcptool.guards import require_same
+from dcptool.resharding import member
 from dcptool.storage.local import LocalSink
 from tests import damage
 from tests.alone import reshard_alone
@@ -214,6 +216,22 @@ def test_r58_what_was_written_is_counted_and_looked_at(tmp_path, monkeypatch):
     with pytest.raises(ItemError, match=r"does not open as what was meant: \['__1_0.distcp'\]"):
         reshard_alone(source, tmp_path / "lost", world_size=3)
     assert not (tmp_path / "lost").exists()
+
+
+def test_r58_output_with_a_hole_is_not_published(tmp_path, monkeypatch):
+    source = save(tmp_path / "c", *four())
+
+    def shrink(metadata):
+        metadata.state_dict_metadata["w"].chunks[1].sizes = torch.Size([2, 2])
+
+    def spoiled(place, files, selection):
+        damage.edit_metadata(Path(place.written), shrink)
+        require_same(place, [file for file in files if file.name != ".metadata"], selection)
+
+    monkeypatch.setattr(member, "require_same", spoiled)
+    with pytest.raises(ItemError, match=r"no chunk holds 4 of its 24 elements .*; this is a bug"):
+        reshard_alone(source, tmp_path / "out", world_size=3)
+    assert not (tmp_path / "out").exists()
 
 
 def test_r58_check_reads_the_output_again(tmp_path, monkeypatch):

@@ -84,8 +84,7 @@ def broken(kind: str, folder: Path) -> Path:
     elif kind == "short":
         damage.truncate(path / item.file, item.byte_offset + 100)
     elif kind == "lfs":
-        pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
-        (path / item.file).write_text(pointer)
+        damage.leave_lfs_pointer(path / item.file)
     else:
         (path / (item.file if kind == "missing" else ".metadata")).unlink()
     return path

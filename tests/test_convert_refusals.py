@@ -29,7 +29,6 @@ from tests import damage
 from tests.conftest import FOREIGN, ROOT, run
 
 SOURCE = FOREIGN / "w_async"
-LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 123456\n"
 DAMAGED = DcptoolError, "is damaged, nothing was written"
 
 
@@ -210,9 +209,9 @@ class TestDamage:
         assert hint == "  --skip-corrupt leaves such entries out."
 
     def test_a_git_lfs_pointer(self, folder):
-        (folder / "__2_0.distcp").write_text(LFS)
+        damage.leave_lfs_pointer(folder / "__2_0.distcp")
         assert "  Run git lfs pull there." in self.refused(folder)
-        (folder.parent / "m.safetensors").write_text(LFS)
+        damage.leave_lfs_pointer(folder.parent / "m.safetensors")
         with pytest.raises(MetadataError, match=r"m\.safetensors: it is a Git LFS pointer.*git lfs pull"):
             convert(folder.parent / "m.safetensors", folder.parent / "d", "dcp")
 
@@ -226,7 +225,7 @@ class TestDamage:
         if kind == "missing":
             file.unlink()
         elif kind == "pointer":
-            file.write_text(LFS)
+            damage.leave_lfs_pointer(file)
 
         def is_lost(item):
             return item is not None and item.file == file.name and item.byte_offset + item.nbytes > nbytes

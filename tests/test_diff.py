@@ -469,6 +469,28 @@ def test_a_damaged_item_is_named_and_the_rest_compared(forms, tmp_path):
     assert not report.differences
 
 
+def test_a_git_lfs_pointer_is_named(forms, tmp_path):
+    folder = damage.copy(forms / "four", tmp_path / "clone")
+    damage.leave_lfs_pointer(folder / "__1_0.distcp")
+    report = dcptool.compare(forms / "one", folder)
+    assert report.unreadable
+    for finding in report.unreadable:
+        assert finding.message.startswith(f"B: {finding.fqn!r}: __1_0.distcp is a Git LFS pointer, not the file itself")
+        assert finding.next_step == "Run git lfs pull there."
+
+
+def test_a_storage_that_many_tensors_share_is_checked_once(tmp_path, monkeypatch):
+    flat = torch.arange(400.0)
+    for name, values_ in (("a.pt", flat), ("b.pt", flat + 1)):
+        torch.save({f"w{index}": values_[4 * index : 4 * index + 4] for index in range(100)}, tmp_path / name)
+    checked, check_whole = [], bands.check_whole
+    monkeypatch.setattr(bands, "check_whole", lambda *args: (checked.append(args), check_whole(*args))[1])
+    assert len(dcptool.compare(tmp_path / "a.pt", tmp_path / "b.pt").differences) == 100
+    assert len(checked) == 2
+    damage.flip_byte(tmp_path / "b.pt", (tmp_path / "b.pt").read_bytes().index((flat + 1).numpy().tobytes()) + 3)
+    assert len(dcptool.compare(tmp_path / "a.pt", tmp_path / "b.pt").unreadable) == 100
+
+
 def test_damaged_objects_and_holes_are_findings(tmp_path):
     one, other = saved(tmp_path, "one"), saved(tmp_path, "other")
     item = dcptool.open(other).objects["info.tuple"].item

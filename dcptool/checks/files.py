@@ -14,11 +14,12 @@ from dcptool.chunks import FileUse
 from dcptool.errors import DcptoolError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.reader import data_file_rank
+from dcptool.formats.safetensors_header import LFS_START
 
-LFS_START = b"version https://git-lfs"
 APART_SECONDS = 60.0
 """Files written further apart than this may be of two saves; a listing alone proves nothing."""
 MAX_PEEKED = 64
+GET_LFS_FILES = "Run git lfs pull there."
 _GET_FILES = "Copy the files of all nodes here (or name their folders with --also), or resume from another step."
 
 
@@ -39,21 +40,21 @@ def file_problems(checkpoint: Checkpoint, placement: Placement | None = None) ->
             nbytes = checkpoint.storage.size(name)
         if nbytes is None:
             missing.append(name)
-        elif nbytes < use.end or _is_lfs_pointer(checkpoint, name, nbytes):
+        elif is_lfs_pointer(checkpoint, name, nbytes):
+            message = f"{name} is a Git LFS pointer, not the file itself"
+            span = (nbytes, use.end)
+            problems.append(
+                Finding("lfs-pointer", Severity.ERROR, message, name, byte_range=span, next_step=GET_LFS_FILES)
+            )
+        elif nbytes < use.end:
             placement = placement or Placement(checkpoint)
-            problems.append(_short(checkpoint, placement, name, nbytes, use, total))
+            problems.append(_short(placement, name, nbytes, use, total))
     if missing:
         problems.insert(0, _missing(checkpoint, missing, total))
     return problems + _leftovers(checkpoint, usage)
 
 
-def _short(checkpoint: Checkpoint, placement: Placement, name: str, nbytes: int, use: FileUse, total: int) -> Finding:
-    span = (nbytes, use.end)
-    if _is_lfs_pointer(checkpoint, name, nbytes):
-        message = f"{name} is a Git LFS pointer, not the file itself"
-        return Finding(
-            "lfs-pointer", Severity.ERROR, message, name, byte_range=span, next_step="Run git lfs pull there."
-        )
+def _short(placement: Placement, name: str, nbytes: int, use: FileUse, total: int) -> Finding:
     held = _lost([use], total)
     message = f"{name} is empty; it should hold {held}"
     if nbytes:
@@ -63,10 +64,13 @@ def _short(checkpoint: Checkpoint, placement: Placement, name: str, nbytes: int,
         first = name_of(placement.item(name, beyond[0]))
         which = f"lie beyond the end, the first {first}" if len(beyond) > 1 else f"lies beyond the end: {first}"
         message += f"; {len(beyond):,} of them {which}"
-    return Finding("short-file", Severity.ERROR, message, name, byte_range=span, next_step=_GET_FILES)
+    return Finding("short-file", Severity.ERROR, message, name, byte_range=(nbytes, use.end), next_step=_GET_FILES)
 
 
-def _is_lfs_pointer(checkpoint: Checkpoint, name: str, nbytes: int) -> bool:
+def is_lfs_pointer(checkpoint: Checkpoint, name: str, nbytes: int | None = None) -> bool:
+    """Tell whether a file of a checkpoint is what Git LFS leaves in its place; `nbytes` is its length, if known."""
+    if nbytes is None:
+        nbytes = checkpoint.files.get(name, 0)
     return 0 < nbytes < 1024 and _starts(checkpoint, name, nbytes).startswith(LFS_START)
 
 

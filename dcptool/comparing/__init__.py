@@ -7,7 +7,6 @@ returned as frozen values; nothing is raised for it.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -114,7 +113,7 @@ def compare_checkpoints(
     renamed = [(x, y) for x, y in renames if x.kind == "tensor"]
     tensors = [(x, y) for x, y in paired.both if are_comparable(x, y)]
     objects = [(x, y) for x, y in paired.both if x.kind == y.kind == "object"]
-    readers = Access("A", a, threading.Lock()), Access("B", b, threading.Lock())
+    readers = Access("A", a), Access("B", b)
     with Pool(options.threads) as pool:
         comparison = ValueComparison(*readers, options, pool, progress)
         of_tensors = comparison.run([(a.tensors[x.fqn], b.tensors[y.fqn]) for x, y in tensors])

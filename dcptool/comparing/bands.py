@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool.checkpoint import Checkpoint, Entry, ObjectEntry, TensorEntry
+from dcptool.checks.files import GET_LFS_FILES, is_lfs_pointer
 from dcptool.chunks import Chunks
 from dcptool.comparing.arithmetic import array_dtype
 from dcptool.errors import DcptoolError, ItemError
 from dcptool.fill import fill
 from dcptool.findings import Finding, Severity
-from dcptool.model import Chunk, Ints, Payload
-from dcptool.reading import check_whole, cut_box
+from dcptool.model import Chunk, Ints, Payload, Record
+from dcptool.reading import check_whole, cut_box, inside
 from dcptool.regions import Box, first_gap, intersect, volume
 
 if TYPE_CHECKING:
@@ -46,12 +47,51 @@ class Run(NamedTuple):
     is_whole: bool
 
 
-class Access(NamedTuple):
-    """A checkpoint that several threads read: its name in messages, and a lock for items that are decompressed."""
+class Access:
+    """A checkpoint that several threads read.
 
-    name: str
-    checkpoint: Checkpoint
-    lock: threading.Lock
+    Attributes:
+        name: of the side in messages.
+        checkpoint: the checkpoint.
+        lock: for items that are decompressed.
+    """
+
+    def __init__(self, name: str, checkpoint: Checkpoint) -> None:
+        self.name, self.checkpoint = name, checkpoint
+        self.lock = threading.Lock()
+        self._looked_at: dict[Record, _Look] = {}
+        self._looking = threading.Lock()
+
+    def problem(self, record: Record) -> str:
+        """Say what is wrong with a record, "" if nothing is; it is read once however many tensors of a `.pt` share it.
+
+        Raises:
+            DcptoolError: it cannot be read.
+        """
+        if record.crc32 is None:
+            return ""
+        with self._looking:
+            look = self._looked_at.setdefault(record, _Look())
+        with look.lock:
+            if look.problem is None:
+                look.problem = check_whole(self.checkpoint, record)
+        return look.problem
+
+    def forget(self, records: Iterable[Record]) -> None:
+        """Forget records that no other tensor has: in a DCP every chunk has one of its own."""
+        if self.checkpoint.format == "dcp":
+            for record in records:
+                self._looked_at.pop(record, None)
+
+
+class _Look:
+    """What a look at a record showed, None before it; one thread looks, others wait for it."""
+
+    __slots__ = ("lock", "problem")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.problem: str | None = None
 
 
 class UnreadableError(ItemError):
@@ -68,18 +108,22 @@ class UnreadableError(ItemError):
 
     def finding(self, n_more: int = 0) -> Finding:
         """Return it as a finding; `n_more` chunks of the same tensor cannot be read either."""
-        chunk, item = self.chunk, self.item
+        chunk, item, checkpoint = self.chunk, self.item, self.access.checkpoint
+        message, step = str(self), f"dcptool verify --deep {checkpoint.path}"
+        if item and is_lfs_pointer(checkpoint, item.file):
+            message = f"{self.access.name}: {self.entry.fqn!r}: {item.file} is a Git LFS pointer, not the file itself"
+            step = GET_LFS_FILES
         more = f" ({n_more:,} more of its chunks cannot be read)" if n_more else ""
         return Finding(
             "unreadable",
             Severity.ERROR,
-            f"{self}{more}",
+            f"{message}{more}",
             item.file if item else None,
             self.entry.fqn,
             chunk.offsets if chunk else None,
             chunk.sizes if chunk else None,
             (item.byte_offset, item.byte_offset + item.nbytes) if item else None,
-            next_step=f"dcptool verify --deep {self.access.checkpoint.path}",
+            next_step=step,
         )
 
 
@@ -100,8 +144,7 @@ class SideReader:
     def __init__(self, access: Access, entry: TensorEntry) -> None:
         self.access, self.entry = access, entry
         self._payloads: dict[int, Payload] = {}
-        self._checked: dict[int, str] = {}
-        self._checking = threading.Lock()
+        self._checked: set[Record] = set()
 
     def read(self, band: Band, index: int, buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Read the elements of a band.
@@ -122,11 +165,10 @@ class SideReader:
         for found, common in self._parts(band, index):
             chunk = self.entry.chunks[found]
             here = tuple(a - b for a, b in zip(common[0], chunk.offsets, strict=True))
-            there = [slice(a - b, a - b + n) for a, b, n in zip(common[0], band.offsets, common[1], strict=True)]
-            box: Any = (*there, ...)  # the ellipsis keeps zero dimensions an array
+            part = out[inside((band.offsets, band.sizes), common)]
             with unreadable(self.access, self.entry, chunk), self._lock(chunk):
-                # Checksums are looked at where values differ, see `damage`: equal bytes need none.
-                fill(self._payload(found, chunk), self.access.checkpoint.source.read_into, here, out[box], _ignore)
+                # Checksums are looked at where values differ, see `require_undamaged`: equal bytes need none.
+                fill(self._payload(found, chunk), self.access.checkpoint.source.read_into, here, part, _ignore)
         return out
 
     def is_zip(self, index: int) -> bool:
@@ -158,7 +200,7 @@ class SideReader:
         item = self.entry.chunks[index].item
         return item.nbytes if item else 0
 
-    def damage(self, band: Band, index: int) -> None:
+    def require_undamaged(self, band: Band, index: int) -> None:
         """Read the records behind a band whole and check their CRC32s; each is read once.
 
         Raises:
@@ -166,17 +208,17 @@ class SideReader:
         """
         for found, _ in self._parts(band, index):
             chunk = self.entry.chunks[found]
-            with self._checking, unreadable(self.access, self.entry, chunk), self._lock(chunk):
-                if found not in self._checked:
-                    record = self._payload(found, chunk).record
-                    self._checked[found] = "" if record.crc32 is None else check_whole(self.access.checkpoint, record)
-                problem = self._checked[found]
+            with unreadable(self.access, self.entry, chunk), self._lock(chunk):
+                record = self._payload(found, chunk).record
+                self._checked.add(record)
+                problem = self.access.problem(record)
             if problem:
                 raise UnreadableError(problem, self.access, self.entry, chunk)
 
     def release(self) -> None:
         """Forget what was found out about chunks, to be found out again if it is needed."""
         self._payloads.clear()
+        self.access.forget(self._checked)
         self._checked.clear()
 
     def _parts(self, band: Band, index: int) -> Iterator[tuple[int, Box]]:

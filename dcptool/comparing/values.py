@@ -129,8 +129,8 @@ class ValueComparison:
                 return None
             errors = arithmetic.compare_arrays(a, b, state.a.entry.dtype, state.b.entry.dtype, self._options)
             if errors.n_different:
-                state.a.damage(band, band.chunk_a)
-                state.b.damage(band, band.chunk_b)
+                state.a.require_undamaged(band, band.chunk_a)
+                state.b.require_undamaged(band, band.chunk_b)
         except UnreadableError as error:
             return error
         if errors.first is None:
