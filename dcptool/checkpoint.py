@@ -214,7 +214,7 @@ class Checkpoint(Mapping[str, Entry]):
         """Read a tensor, or a box of it, into a new CPU torch.Tensor of its own dtype; arguments and errors as `read`.
 
         Raises:
-            UnsupportedError: torch is not installed.
+            UnsupportedError: torch is not installed, or has no such dtype.
         """
         import numpy as np
 
@@ -222,14 +222,14 @@ class Checkpoint(Mapping[str, Entry]):
             import torch
         except ImportError:
             raise UnsupportedError("read_torch needs torch: pip install 'dcptool[torch]'") from None
-        array_ = self.read(fqn, offsets, sizes)
-        dtype = getattr(torch, self._tensor(fqn).dtype, None)
+        name = self._tensor(fqn).dtype
+        dtype = getattr(torch, name, None)
         if dtype is None:
-            raise LayoutError(f"{fqn!r}: torch {torch.__version__} has no dtype {self._tensor(fqn).dtype}")
-        if array_.size == 0:
-            return torch.empty(array_.shape, dtype=dtype)
-        flat = torch.from_numpy(array_.reshape(-1).view(np.uint8))
-        return flat.view(dtype).reshape(array_.shape)
+            raise UnsupportedError(f"{self.path}: {fqn!r}: torch {torch.__version__} has no dtype {name}; use read()")
+        array = self.read(fqn, offsets, sizes)
+        if array.size == 0:
+            return torch.empty(array.shape, dtype=dtype)
+        return torch.from_numpy(array.reshape(-1).view(np.uint8)).view(dtype).reshape(array.shape)
 
     def value(self, fqn: str) -> Any:
         """Decode an object without executing its pickle; see `pickles.plain` for what comes back.

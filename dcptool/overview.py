@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dcptool.checkpoint import Checkpoint
 from dcptool.checks import state_of
-from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError
+from dcptool.errors import CheckpointNotFoundError, DcptoolError
 from dcptool.findings import Severity
 from dcptool.formats.detect import (
     Part,
@@ -22,12 +22,13 @@ from dcptool.formats.detect import (
     part_path,
 )
 from dcptool.runs import run_at
-from dcptool.selection import selects
+from dcptool.selection import globs, require_match
 from dcptool.storage import Location, locate
 from dcptool.summary import CheckpointSummary, summarize_checkpoint
 
 if TYPE_CHECKING:
-    from dcptool.stats import Progress, StatsReport
+    from dcptool.checks.items import Progress
+    from dcptool.stats import StatsReport
     from dcptool.verdict import Verdict
 
 _FINE = frozenset({"complete", "in-progress", "other"})
@@ -91,11 +92,11 @@ def summarize(
         >>> dcptool.summarize("ckpt/step_500").checkpoints[0].tensors[0].layout
         'Shard(0) ×4'
     """
-    keys, exclude = _globs(keys), _globs(exclude)
+    keys, exclude = globs(keys), globs(exclude)
     location = locate(path)
     if location.file is not None:
         opened = [open_checkpoint(path)]
-        _require_match(opened, keys, exclude)
+        require_match(opened, keys, exclude)
         found = summarize_checkpoint(opened[0], keys, exclude, chunks, depth, values)
         summary = Summary(found.path, (found,))
         return _with_stats(summary, opened, threads, progress) if stats else summary
@@ -112,7 +113,7 @@ def summarize(
         raise CheckpointNotFoundError(not_a_checkpoint(location))
     wanted = itself or parts
     opened, errors = _open_all(location, wanted)
-    _require_match(opened, keys, exclude)
+    require_match(opened, keys, exclude)
     summaries = tuple(summarize_checkpoint(checkpoint, keys, exclude, chunks, depth, values) for checkpoint in opened)
     others = (part for part in parts if part not in wanted)
     paths = tuple(part_path(location, part) for part in others)
@@ -139,10 +140,6 @@ def _with_stats(
     return summary._replace(checkpoints=tuple(checkpoints), stats=tuple(reports))
 
 
-def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
 def _open_all(location: Location, parts: Sequence[Part]) -> tuple[list[Checkpoint], tuple[tuple[str, str], ...]]:
     """Open the parts of a folder; what does not open is returned as (path, message), unless nothing does."""
     opened: list[Checkpoint] = []
@@ -155,18 +152,3 @@ def _open_all(location: Location, parts: Sequence[Part]) -> tuple[list[Checkpoin
     if not opened:
         raise failed[0][1]
     return opened, tuple((path, str(error)) for path, error in failed)
-
-
-def _require_match(opened: Sequence[Checkpoint], keys: Sequence[str], exclude: Sequence[str]) -> None:
-    """Refuse a selection that selects nothing, naming what there is."""
-    names = [fqn for checkpoint in opened for fqn in checkpoint]
-    if not keys or any(selects(fqn, keys, exclude) for fqn in names):
-        return
-    begin = next((pattern for pattern in keys if any(fqn.startswith(pattern) for fqn in names)), None)
-    if begin:
-        raise LayoutError(f"no entry is named {begin!r}; for those that begin so: --keys '{begin}*'")
-    tops = list(dict.fromkeys(fqn.partition(".")[0] for fqn in names))
-    listed = ", ".join(name if name.isprintable() and name else repr(name) for name in tops[:12])
-    listed += ", …" if len(tops) > 12 else ""
-    shown = ", ".join(map(repr, keys))
-    raise LayoutError(f"no entry matches {shown}; names begin with: {listed or '(there are no entries)'}")

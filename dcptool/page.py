@@ -10,14 +10,15 @@ from datetime import datetime, timezone
 from dcptool.checkpoint import Checkpoint
 from dcptool.checks import Level
 from dcptool.checks.items import Progress
-from dcptool.errors import LayoutError, OutputExistsError, UnsupportedError
-from dcptool.formats.detect import find_parts, found_below, open_checkpoint, part_path
+from dcptool.errors import OutputExistsError, UnsupportedError
+from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.guards import leftover_notes
 from dcptool.model import OutputFile
 from dcptool.publishing import prepare, require_place
 from dcptool.render.report import to_html
 from dcptool.report import WrittenReport, describe
-from dcptool.storage import base_name, is_url, join, locate
+from dcptool.selection import globs, require_match
+from dcptool.storage import base_name, is_url, join
 from dcptool.summary import summarize_checkpoint
 from dcptool.verdict import Rules, judge
 
@@ -28,8 +29,8 @@ def write_report(
     path: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    keys: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    keys: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     level: Level = Level.METADATA,
     overwrite: bool = False,
     threads: int | None = None,
@@ -59,13 +60,12 @@ def write_report(
     source, out = os.fspath(path), os.fspath(target)
     _require_page(out)
     require_place(out, True, 0, overwrite, (source,))  # before all is looked at, which takes time
-    one = _the_one(source)
-    checkpoint = open_checkpoint(one)
+    checkpoint = open_checkpoint(source)
     _require_no_part(out, checkpoint)
-    verdict = judge(one, Rules(level=level, threads=threads), progress, checkpoint)
-    summary = summarize_checkpoint(checkpoint, tuple(keys), tuple(exclude), chunks=False, depth=1)
-    if keys and not summary.tensors and not summary.objects:
-        raise LayoutError(f"no entry matches {', '.join(map(repr, keys))}; see: dcptool inspect {checkpoint.path}")
+    keys, exclude = globs(keys), globs(exclude)
+    require_match([checkpoint], keys, exclude)
+    verdict = judge(checkpoint.path, Rules(level=level, threads=threads), progress, checkpoint)
+    summary = summarize_checkpoint(checkpoint, keys, exclude, chunks=False, depth=1)
     created = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     document = describe(checkpoint, summary, verdict, created)
     data = to_html(document).encode("utf-8")
@@ -103,17 +103,6 @@ def _require_page(path: str) -> None:
     """Refuse a folder as the name of the page."""
     if path.endswith("/") or (not is_url(path) and os.path.isdir(path.removeprefix("file://"))):
         raise OutputExistsError(f"{path} is a folder; name the page in it, such as {join(path, 'report.html')}")
-
-
-def _the_one(path: str) -> str:
-    """Return the path of the checkpoint at or below a path; refuse several, or none, before any of them is read."""
-    location = locate(path)
-    parts = find_parts(location) if location.file is None else ()
-    if location.file is not None or any(not part.name for part in parts):
-        return path
-    if len(parts) == 1:
-        return part_path(location, parts[0])
-    return open_checkpoint(path).path  # raises, naming what there is
 
 
 def _require_no_part(path: str, checkpoint: Checkpoint) -> None:

@@ -112,7 +112,7 @@ def select(
     """
     chosen = [fqn for fqn in checkpoint if fqn not in without and selects(fqn, keys, exclude)]
     if not chosen:
-        raise LayoutError(_nothing(checkpoint, keys, exclude))
+        raise LayoutError(_nothing([checkpoint], keys, exclude))
     names = {fqn: _renamed(fqn, renaming) for fqn in chosen}
     affixed = {_affixed(fqn, renaming) for fqn in chosen}
     missing = [old for old, _ in renaming.rename if old not in affixed]
@@ -163,6 +163,21 @@ def _similar(name: str, names: Iterable[str]) -> str:
 
     close = get_close_matches(name, list(names)[:MAX_COMPARED], 1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def globs(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Return names and globs as a tuple; a single one may be given bare."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def require_match(checkpoints: Sequence[Checkpoint], keys: Sequence[str], exclude: Sequence[str]) -> None:
+    """Refuse `keys` that select nothing in any of the checkpoints; no keys select whatever is there, were it nothing.
+
+    Raises:
+        LayoutError: nothing matches; the message lists what there is.
+    """
+    if keys and not any(selects(fqn, keys, exclude) for checkpoint in checkpoints for fqn in checkpoint):
+        raise LayoutError(_nothing(checkpoints, keys, exclude))
 
 
 def selects(fqn: str, keys: Sequence[str], exclude: Sequence[str]) -> bool:
@@ -220,21 +235,26 @@ def _cleaned(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def _nothing(checkpoint: Checkpoint, keys: Sequence[str], exclude: Sequence[str]) -> str:
+def _nothing(checkpoints: Sequence[Checkpoint], keys: Sequence[str], exclude: Sequence[str]) -> str:
     """Say that nothing is selected, and what there is: the first parts of names with their bytes."""
-    if not len(checkpoint):
-        return f"{checkpoint.path} holds no entries"
+    place = f"{checkpoints[0].path}: " if len(checkpoints) == 1 else ""
+    entries = [item for checkpoint in checkpoints for item in checkpoint.items()]
+    if not entries:
+        return f"{place}there are no entries"
     if not keys:
-        return f"{checkpoint.path}: --exclude {' '.join(map(repr, exclude))} leaves nothing"
-    n_matching = sum(selects(fqn, keys, ()) for fqn in checkpoint)
+        return f"{place}--exclude {' '.join(map(repr, exclude))} leaves nothing"
+    n_matching = sum(selects(fqn, keys, ()) for fqn, _ in entries)
     if n_matching:
         which = "the entry that matches" if n_matching == 1 else f"all {n_matching:,} entries that match"
-        return f"{checkpoint.path}: --exclude leaves out {which} {', '.join(map(repr, keys))}"
+        return f"{place}--exclude leaves out {which} {', '.join(map(repr, keys))}"
+    begin = next((key for key in keys if any(fqn.startswith(key) for fqn, _ in entries)), None)
+    if begin:
+        return f"{place}no entry is named {begin!r}; for those that begin so: --keys {f'{begin}*'!r}"
     groups: dict[str, int] = {}
-    for fqn, entry in checkpoint.items():
+    for fqn, entry in entries:
         top = fqn.partition(".")[0]
         groups[top] = groups.get(top, 0) + (entry.nbytes if isinstance(entry, TensorEntry) else 0)
     shown = sorted(groups.items(), key=lambda group: -group[1])
     listed = ", ".join(f"{name!r} ({nbytes:,} bytes)" for name, nbytes in shown[:MAX_LISTED])
     more = ", …" if len(shown) > MAX_LISTED else ""
-    return f"{checkpoint.path}: no entry matches {', '.join(map(repr, keys))}; names begin with {listed}{more}"
+    return f"{place}no entry matches {', '.join(map(repr, keys))}; names begin with {listed}{more}"

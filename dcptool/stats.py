@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, TensorEntry
+from dcptool.checks.items import Progress
 from dcptool.comparing.pool import Pool
 from dcptool.cover import cover
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
@@ -23,9 +24,8 @@ from dcptool.model import Fill, Ints
 from dcptool.moments import Moments, measure
 from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, TensorReader, Where, check_whole, cut_box
 from dcptool.regions import volume
-from dcptool.selection import select
+from dcptool.selection import globs, select
 
-Progress = Callable[[int], None]
 VALUES, MAGNITUDES, UNPACKED = "values", "magnitudes", "unpacked"
 _SECOND_MOMENT = re.compile(r"(?:^|\.)(?:max_)?(?:exp_avg_sq|square_avg)(?:$|\.)")
 """What Adam and its like keep of the squares of gradients, in torch's names and in Megatron-core's."""
@@ -124,8 +124,7 @@ def tensor_stats(
         >>> [tensor.fqn for tensor in dcptool.tensor_stats("ckpt/step_500").tensors if tensor.n_nan]
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    keys, exclude = ((given,) if isinstance(given, str) else tuple(given) for given in (keys, exclude))
-    entries = [tensor.entry for tensor in select(opened, keys, exclude).tensors]
+    entries = [tensor.entry for tensor in select(opened, globs(keys), globs(exclude)).tensors]
     return stats_of(opened, entries, threads, progress)
 
 

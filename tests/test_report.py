@@ -321,6 +321,9 @@ def test_output_is_refused_where_it_must_not_go(foreign, tmp_path):
     assert target.read_text().startswith("<!doctype html>")
     with pytest.raises(LayoutError, match="no entry matches"):
         dcptool.write_report(tmp_path / "ckpt", target, keys=["nothing"], overwrite=True)
+    fqn = next(iter(dcptool.open(tmp_path / "ckpt").tensors))
+    one = dcptool.write_report(tmp_path / "ckpt", target, keys=fqn, overwrite=True)
+    assert (one.n_tensors, one.n_objects) == (1, 0)  # one name, not its letters
     with pytest.raises(SeveralCheckpointsError):
         dcptool.write_report(foreign / "run_crashed", tmp_path / "other.html")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "r.html"]

@@ -529,6 +529,7 @@ class TestCommandLine:
         assert cli("verify", "--quiet", folder / "step_1").stdout == ""
         assert cli("verify").returncode == 2
         assert cli("verify", "--trust", folder).returncode == 2
+        assert cli("verify", "--threads", "2", folder).returncode == 2
         done = cli("verify", folder / "gone")
         assert done.returncode == 3
         assert "no such file" in done.stderr

@@ -266,6 +266,7 @@ def test_odd_but_legal_pt_files(tmp_path):
     one, two = torch.ones(2), torch.zeros(3)
     state = {
         "clash": {0: one, "0": two},
+        "taken": {"0#2": one, 0: one, "0": two},
         "numpy": {np.int64(0): one, np.int64(1): two},
         "view": torch.arange(7, dtype=torch.uint8)[:4].view(torch.float32),
         "inside": (torch.arange(6).reshape(2, 3).t(), torch.ones(1).expand(3)),
@@ -277,9 +278,15 @@ def test_odd_but_legal_pt_files(tmp_path):
     checkpoint = dcptool.open(tmp_path / "m.pt")
     assert checkpoint.read("clash.0").tolist() == [1, 1]
     assert checkpoint.read("clash.0#2").tolist() == [0, 0, 0]
-    assert [problem.kind for problem in checkpoint.problems] == ["duplicate-name", "shared-storage"]
+    assert [checkpoint.read(f"taken.0{more}").tolist() for more in ("#2", "", "#3")] == [[1, 1], [1, 1], [0, 0, 0]]
+    kinds = ["duplicate-name", "duplicate-name", "shared-storage"]
+    assert [problem.kind for problem in checkpoint.problems] == kinds
     assert {"numpy.0", "numpy.1"} <= set(checkpoint)
     assert same_bits(checkpoint.read_torch("view"), state["view"])
+    with pytest.MonkeyPatch.context() as patch:  # an older torch
+        patch.delattr(torch, "float32")
+        with pytest.raises(UnsupportedError, match="has no dtype float32; use read()"):
+            checkpoint.read_torch("view")
     assert [item.nested() for item in checkpoint.value("inside")] == [[[0, 3], [1, 4], [2, 5]], [1.0, 1.0, 1.0]]
     assert checkpoint.value("small of large")[0].nested() == [10, 11, 12]
     assert repr(checkpoint.value("range")) == "range(0, 3, 1)"

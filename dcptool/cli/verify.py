@@ -57,6 +57,8 @@ def verify(
     from dcptool.verdict import Rules
     from dcptool.verification import verify as verify_path
 
+    if threads and not (records or deep):
+        raise click.UsageError("--threads is for --records and --deep; nothing else here reads more than a little")
     if trust and not load:
         raise click.UsageError("--trust only means something with --load")
     if load and also:

@@ -6,7 +6,8 @@ Source: torch 2.13, distributed/checkpoint/_traverse.py for what is flattened; s
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Container, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -108,9 +109,8 @@ def open_torch_save(storage: Storage, name: str, nbytes: int) -> Checkpoint:
             raise MetadataError(f"{path}: it stands for more than {limit:,} entries")
         fqn = ".".join(map(str, entry_path)) or ROOT_NAME
         if fqn in entries:
-            again[fqn] = again.get(fqn, 1) + 1
             message = f"{fqn!r} is the name of several entries once keys are text; this one has a number added"
-            fqn = f"{fqn}#{again[fqn]}"
+            fqn = _numbered(fqn, entries, again)
             problems.append(Finding("duplicate-name", Severity.WARNING, message, name, fqn))
         entries[fqn] = _entry(fqn, entry_path, value, source, table, item, problems)
     problems += _storage_notes(source.views, name)
@@ -119,6 +119,15 @@ def open_torch_save(storage: Storage, name: str, nbytes: int) -> Checkpoint:
         storage.root, name, "torch_save", "torch.save", evidence, entries, {name: nbytes}, table, storage, source,
         tuple(problems),
     )  # fmt: skip
+
+
+def _numbered(fqn: str, taken: Container[str], again: dict[str, int]) -> str:
+    """Return the first `fqn#2`, `fqn#3`, … that is not taken; `again` holds the last number of each name."""
+    for number in itertools.count(again.get(fqn, 1) + 1):
+        if f"{fqn}#{number}" not in taken:
+            again[fqn] = number
+            break
+    return f"{fqn}#{again[fqn]}"
 
 
 def _entry(
