@@ -12,7 +12,7 @@ import zstandard
 from safetensors.numpy import save_file
 
 import dcptool
-from dcptool.errors import ItemError
+from dcptool.errors import ItemError, LayoutError
 from dcptool.formats.dcp.items import undo_transforms
 from dcptool.rewrite import ConvertOptions, convert
 from dcptool.selection import Renaming
@@ -101,6 +101,24 @@ def test_such_a_frame_in_a_checkpoint_is_named(tmp_path):
     damage.edit_metadata(path, move)
     with pytest.raises(ItemError, match=r"__9_0\.distcp.*'model\.embed\.weight'.*more than the 67,108,864 bytes"):
         dcptool.open(path).read("model.embed.weight")
+
+
+def test_lists_are_not_filled_up_without_end(tmp_path):
+    path = damage.copy(FOREIGN / "w_nodist", tmp_path / "c")
+
+    def far_away(metadata):
+        metadata.planner_data = {fqn: (fqn, (1 << 23) - 1) for fqn in metadata.planner_data}
+
+    damage.edit_metadata(path, far_away)
+    assert len(dcptool.open(path)) > 3
+    tracemalloc.start()
+    try:
+        with pytest.raises(LayoutError, match="--nesting flat keeps flat names"):
+            convert(path, tmp_path / "m.pt", "torch")
+        assert tracemalloc.get_traced_memory()[1] < 300 << 20  # 8 bytes a place, and no more than 2 × 2**24 of them
+    finally:
+        tracemalloc.stop()
+    assert not (tmp_path / "m.pt").exists()
 
 
 def test_a_tensor_in_an_object_is_checked_before_it_is_shown(tmp_path):

@@ -16,7 +16,7 @@ from dcptool.pickles.emit import emit
 from dcptool.selection import Path, SelectedObject, SelectedTensor, Selection
 
 MAX_LIST = 1 << 24
-"""Longest list a path may ask for."""
+"""Longest list a path may ask for, and most places that are filled up in all lists together."""
 
 
 def one_file(checkpoint: Checkpoint, name: str, selection: Selection, flat: bool) -> OutputFile:
@@ -34,15 +34,18 @@ def one_file(checkpoint: Checkpoint, name: str, selection: Selection, flat: bool
     """
     keys = Keys()
     root: dict[Any, Any] = {}
+    n_filled = 0
     fills: list[tuple[str, Fill]] = []
     for item in selection.in_order:
         path = (item.name,) if flat or item.path is None else item.path
         if isinstance(item, SelectedTensor):
             key = keys.fresh()
             fills.append((key, _fill(item)))
-            _set(root, path, tensor_node(item.dtype, item.entry.shape, key), item.name)
+            n_filled += _set(root, path, tensor_node(item.dtype, item.entry.shape, key), item.name)
         else:
-            _set(root, path, _carried(checkpoint, item, keys), item.name)
+            n_filled += _set(root, path, _carried(checkpoint, item, keys), item.name)
+        if n_filled > MAX_LIST:
+            raise LayoutError(f"{item.name!r}: lists would be mostly empty; --nesting flat keeps flat names")
     streamed: dict[str, Fill | Verbatim] = {key: Verbatim(record) for key, record in keys.records.items()}
     streamed |= dict(fills)
     members = [Member("data.pkl", Literal(emit(root, 2)))]
@@ -61,14 +64,20 @@ def _carried(checkpoint: Checkpoint, item: SelectedObject, keys: Keys) -> Any:
     return rekey(ObjectGraph(*checkpoint.source.graph(item.entry)), keys)
 
 
-def _set(root: dict[Any, Any], path: Path, value: Any, name: str) -> None:
-    """Put a value at a path; strings are keys of dicts, numbers are places in lists, which are made as needed."""
+def _set(root: dict[Any, Any], path: Path, value: Any, name: str) -> int:
+    """Put a value at a path; strings are keys of dicts, numbers are places in lists, which are made as needed.
+
+    Returns:
+        How many other places of lists had to be filled up for it.
+    """
     here: Any = root
+    n_filled = 0
     for part, following in zip(path, [*path[1:], None], strict=True):
         fresh: Any = value if following is None else [] if isinstance(following, int) else {}
         if isinstance(part, int) != isinstance(here, list) or (isinstance(part, int) and not 0 <= part < MAX_LIST):
             raise LayoutError(f"{name!r} does not nest with the others at {part!r}; --nesting flat keeps flat names")
         if isinstance(part, int):
+            n_filled += max(0, part - len(here))
             here += [None] * (part + 1 - len(here))  # as torch fills what is not selected
         there = here[part] if isinstance(part, int) else here.get(part)
         if there is None:
@@ -76,3 +85,4 @@ def _set(root: dict[Any, Any], path: Path, value: Any, name: str) -> None:
         elif following is None or not isinstance(there, dict | list):
             raise LayoutError(f"{name!r} is in the place of another entry; --nesting flat keeps flat names")
         here = there
+    return n_filled
