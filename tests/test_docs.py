@@ -36,6 +36,23 @@ def test_every_case_has_tests_and_every_test_of_a_case_is_listed():
                 assert (f"R{number}", f"{path.name}::{function}") in listed
 
 
+def test_what_the_documents_cite_is_there():
+    """Every `test_x.py::test_y` is a test, every `dcptool/...` and `tests/...` a file, every link leads somewhere."""
+    cited = 0
+    for document in (ROOT / "docs").glob("*.md"):
+        text = document.read_text()
+        for file, function in re.findall(r"`(?:tests/)?(test_\w+\.py)::([\w:]+)`", text):
+            assert function in functions_of(file), f"{document.name}: {file}::{function} is no test"
+            cited += 1
+        for path in re.findall(r"`((?:dcptool|tests|fixtures|formats|training)/[\w./]+)`", text):
+            within = ROOT if path.startswith(("dcptool/", "tests/", "fixtures/")) else ROOT / "dcptool"
+            assert (within / path).exists(), f"{document.name}: {path} is not there"
+            cited += 1
+        for target in re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", text):
+            assert (document.parent / target).exists(), f"{document.name}: {target} is not there"
+    assert cited > 150
+
+
 def reference() -> str:
     """The help of every command, as docs/commands.md has it."""
     import click
@@ -45,7 +62,9 @@ def reference() -> str:
     parts = [
         "# Commands\n\nWhat `dcptool COMMAND --help` prints (written by `pytest tests/test_docs.py --update-golden`).\n"
     ]
-    parent = click.Context(main, info_name="dcptool", **main.context_settings)  # its names of the help option hold below
+    parent = click.Context(
+        main, info_name="dcptool", **main.context_settings
+    )  # its names of the help option hold below
     for name, command in main.commands.items():
         context = click.Context(command, parent, name, terminal_width=100, max_content_width=100)
         parts.append(f"## dcptool {name}\n\n```text\n{command.get_help(context)}\n```\n")
