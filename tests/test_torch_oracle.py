@@ -285,7 +285,7 @@ def test_odd_but_legal_pt_files(tmp_path):
     assert same_bits(checkpoint.read_torch("view"), state["view"])
     with pytest.MonkeyPatch.context() as patch:  # an older torch
         patch.delattr(torch, "float32")
-        with pytest.raises(UnsupportedError, match="has no dtype float32; use read()"):
+        with pytest.raises(UnsupportedError, match="has no dtype float32; use read"):
             checkpoint.read_torch("view")
     assert [item.nested() for item in checkpoint.value("inside")] == [[[0, 3], [1, 4], [2, 5]], [1.0, 1.0, 1.0]]
     assert checkpoint.value("small of large")[0].nested() == [10, 11, 12]
