@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dcptool.rewrite import ConvertOptions, convert
     from dcptool.selection import Renaming
     from dcptool.stats import tensor_stats
-    from dcptool.verdict import Rules, State
+    from dcptool.verdict import State, VerifyOptions
     from dcptool.verification import verify
 
 __all__ = [
@@ -32,9 +32,9 @@ __all__ = [
     "ObjectEntry",
     "Renaming",
     "ReshardOptions",
-    "Rules",
     "State",
     "TensorEntry",
+    "VerifyOptions",
     "check",
     "compare",
     "convert",
@@ -70,7 +70,7 @@ _MODULES = {
     "rewrite": ("ConvertOptions", "convert"),
     "selection": ("Renaming",),
     "stats": ("tensor_stats",),
-    "verdict": ("Rules", "State"),
+    "verdict": ("State", "VerifyOptions"),
     "verification": ("verify",),
 }
 

@@ -14,7 +14,7 @@ from dcptool.formats.safetensors import INDEX_SUFFIX
 from dcptool.marker import FOREIGN, NAME, NEGATIVE, Marker, is_marker, name_problem, sha256
 from dcptool.runs import runs_at
 from dcptool.storage import Location, join, locate, walk
-from dcptool.verdict import Rules, State, Verdict, judge
+from dcptool.verdict import State, Verdict, VerifyOptions, judge
 
 
 class Marked(NamedTuple):
@@ -64,8 +64,8 @@ def mark_complete(
     there = next((entry for entry in location.storage.entries() if entry.name == marker), None)
     if there and (there.is_dir or not is_marker(location.storage, marker, there.nbytes)):
         raise OutputExistsError(f"{join(location.path, marker)} is there and is no marker of dcptool: not replaced")
-    rules = Rules(Level.DEEP if checksums else Level.RECORDS, marker, threads=threads)
-    verdict = judge(path, rules, progress)
+    options = VerifyOptions(Level.DEEP if checksums else Level.RECORDS, marker, threads=threads)
+    verdict = judge(path, options, progress)
     if not verdict.whole:
         hint = f"dcptool verify {verdict.path}"
         raise ItemError(f"{verdict.path} is {verdict.state.value}, not marked: {verdict.reason}\nSee all: {hint}")

@@ -14,7 +14,7 @@ from dcptool.pointers import pointer_problems, read_pointers
 from dcptool.runs import find_runs, listed, require_run
 from dcptool.steps import step_number, step_order
 from dcptool.storage import Location, Storage, join, locate
-from dcptool.verdict import DEFAULT_RULES, Rules, State, Verdict
+from dcptool.verdict import DEFAULTS, State, Verdict, VerifyOptions
 from dcptool.verification import judge_step, missing_parts, without_marker
 
 MAX_SIBLINGS = 3
@@ -69,14 +69,16 @@ def find_steps(run_dir: str | os.PathLike[str]) -> tuple[Step, ...]:
     return tuple(Step(step_number(name) or 0, name, join(run.path, name)) for name in run.steps)
 
 
-def find_latest(run_dir: str | os.PathLike[str], rules: Rules = DEFAULT_RULES, *, before: str | None = None) -> Latest:
+def find_latest(
+    run_dir: str | os.PathLike[str], options: VerifyOptions = DEFAULTS, *, before: str | None = None
+) -> Latest:
     """Find the newest complete step of a run directory, newest first.
 
     Every step is judged by what is in it. Of steps older than the answer at most the markers and the listings are read.
 
     Args:
         run_dir: local path or URL.
-        rules: how closely to look, and what is asked; see `Rules`.
+        options: how closely to look, and what is asked; see `VerifyOptions`.
         before: name of a step; only what stands before it is looked at.
 
     Returns:
@@ -93,16 +95,16 @@ def find_latest(run_dir: str | os.PathLike[str], rules: Rules = DEFAULT_RULES, *
     if len(runs) != 1:
         return Latest(location.path, None, (), (), listed(location.path, runs))
     run = runs[0]
-    rules = rules._replace(also=())
+    options = options._replace(also=())
     storage = locate(run.path).storage
     skipped: list[Verdict] = []
     answer: Verdict | None = None
     newest_first = [name for name in run.steps[::-1] if before is None or step_order(name) < step_order(before)]
     for position, name in enumerate(newest_first):
-        verdict = judge_step(run, name, rules)
+        verdict = judge_step(run, name, options)
         if verdict is None:  # deleted meanwhile
             continue
-        verdict = _beside_older(verdict, storage, newest_first[position + 1 :], rules)
+        verdict = _beside_older(verdict, storage, newest_first[position + 1 :], options)
         if verdict.state is State.COMPLETE:
             answer = verdict
             break
@@ -111,7 +113,7 @@ def find_latest(run_dir: str | os.PathLike[str], rules: Rules = DEFAULT_RULES, *
     return Latest(run.path, answer, tuple(skipped), tuple(pointers))
 
 
-def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[str], rules: Rules) -> Verdict:
+def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[str], options: VerifyOptions) -> Verdict:
     """Return the verdict on a step with what only comparing it with older ones shows."""
     if verdict.state is not State.COMPLETE:
         return verdict
@@ -122,7 +124,7 @@ def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[str], rule
         return verdict._replace(state=State.INCOMPLETE, findings=(*lacking, *verdict.findings))
     if verdict.marker is None:
         for other in older:
-            if is_of_save(marker_in(storage.below(other), rules.marker)):
+            if is_of_save(marker_in(storage.below(other), options.marker)):
                 return without_marker(verdict, other)
     return verdict
 

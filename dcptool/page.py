@@ -20,7 +20,7 @@ from dcptool.report import WrittenReport, describe
 from dcptool.selection import globs, require_match
 from dcptool.storage import base_name, is_url, join
 from dcptool.summary import summarize_checkpoint
-from dcptool.verdict import Rules, judge
+from dcptool.verdict import VerifyOptions, judge
 
 WRITE_NBYTES = 1 << 20
 
@@ -64,7 +64,7 @@ def write_report(
     _require_no_part(out, checkpoint)
     keys, exclude = globs(keys), globs(exclude)
     require_match([checkpoint], keys, exclude)
-    verdict = judge(checkpoint.path, Rules(level=level, threads=threads), progress, checkpoint)
+    verdict = judge(checkpoint.path, VerifyOptions(level=level, threads=threads), progress, checkpoint)
     summary = summarize_checkpoint(checkpoint, keys, exclude, chunks=False, depth=1)
     created = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     document = describe(checkpoint, summary, verdict, created)

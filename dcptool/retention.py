@@ -15,7 +15,7 @@ from dcptool.pointers import read_pointers
 from dcptool.runs import Run, listed, runs_at
 from dcptool.steps import step_order
 from dcptool.storage import Entry, Storage, base_name, join, locate, walk
-from dcptool.verdict import DEFAULT_RULES, Rules, State, Verdict, judge
+from dcptool.verdict import DEFAULTS, State, Verdict, VerifyOptions, judge
 from dcptool.verification import verify
 
 UNREAD_KINDS = frozenset({"unreadable", "unsupported", "unsupported-item", "bad-metadata"})
@@ -153,7 +153,7 @@ def _keep_linked(decisions: Sequence[Decision], links: Mapping[str, Collection[s
 def make_plan(
     run_dir: str | os.PathLike[str],
     keep: int,
-    rules: Rules = DEFAULT_RULES,
+    options: VerifyOptions = DEFAULTS,
     *,
     archive_every: int | None = None,
     include_incomplete: bool = False,
@@ -175,7 +175,7 @@ def make_plan(
     storage = locate(run.path).storage
     return plan_prune(
         run.path,
-        verify(run_dir, rules).verdicts,
+        verify(run_dir, options).verdicts,
         keep,
         archive_every=archive_every,
         include_incomplete=include_incomplete,
@@ -215,7 +215,7 @@ def links_into(storage: Storage, step: str, steps: Collection[str]) -> set[str]:
     return (found & set(steps)) - {step}
 
 
-def delete_steps(plan: PrunePlan, rules: Rules = DEFAULT_RULES) -> Deleted:
+def delete_steps(plan: PrunePlan, options: VerifyOptions = DEFAULTS) -> Deleted:
     """Delete the steps that a plan removes, lowest first, looking again at each just before.
 
     A step's marker and metadata go first, so that one half deleted never looks complete. A step is left alone if it
@@ -227,13 +227,13 @@ def delete_steps(plan: PrunePlan, rules: Rules = DEFAULT_RULES) -> Deleted:
         CheckpointNotFoundError, StorageError: the run directory cannot be listed.
     """
     storage = locate(plan.run).storage
-    look = _Look(plan, storage, rules)
+    look = _Look(plan, storage, options)
     names: list[str] = []
     refused: list[tuple[str, str]] = []
     nbytes = 0
     for decision in plan.removed:
         try:
-            reason = look.reason_to_stop(decision) or _delete(storage, decision.name, rules.marker)
+            reason = look.reason_to_stop(decision) or _delete(storage, decision.name, options.marker)
         except CheckpointNotFoundError:  # somebody else deleted it
             continue
         except StorageError as error:
@@ -249,8 +249,8 @@ def delete_steps(plan: PrunePlan, rules: Rules = DEFAULT_RULES) -> Deleted:
 class _Look:
     """Another look at a run just before a deletion; what has not changed on disk is not judged again."""
 
-    def __init__(self, plan: PrunePlan, storage: Storage, rules: Rules) -> None:
-        self._plan, self._storage, self._rules = plan, storage, rules
+    def __init__(self, plan: PrunePlan, storage: Storage, options: VerifyOptions) -> None:
+        self._plan, self._storage, self._options = plan, storage, options
         self._names = tuple(decision.name for decision in plan.decisions)
         self._judged: dict[str, tuple[Mapping[str, Entry], bool]] = {}
 
@@ -294,7 +294,7 @@ class _Look:
         try:
             listing = list_files(locate(path))
             if name not in self._judged or self._judged[name][0] != listing:
-                self._judged[name] = listing, judge(path, self._rules).state is State.COMPLETE
+                self._judged[name] = listing, judge(path, self._options).state is State.COMPLETE
         except DcptoolError:
             return False
         return self._judged[name][1]

@@ -45,7 +45,7 @@ class State(str, Enum):
     """It is no checkpoint dcptool checks."""
 
 
-class Rules(NamedTuple):
+class VerifyOptions(NamedTuple):
     """What is asked of a checkpoint.
 
     Attributes:
@@ -67,7 +67,7 @@ class Rules(NamedTuple):
     threads: int | None = None
 
 
-DEFAULT_RULES = Rules()
+DEFAULTS = VerifyOptions()
 
 
 class PartReport(NamedTuple):
@@ -145,7 +145,7 @@ class _Found(NamedTuple):
 
 def judge(
     path: str | os.PathLike[str],
-    rules: Rules = DEFAULT_RULES,
+    options: VerifyOptions = DEFAULTS,
     progress: Progress | None = None,
     opened: Checkpoint | None = None,
 ) -> Verdict:
@@ -153,7 +153,7 @@ def judge(
 
     Args:
         path: local path or URL.
-        rules: what is asked.
+        options: what is asked.
         progress: told the number of bytes as they are read.
         opened: the checkpoint at `path` itself, if somebody has opened it already.
 
@@ -161,23 +161,23 @@ def judge(
         CheckpointNotFoundError: there is nothing at that path.
         StorageError: it cannot be listed.
     """
-    location = locate(path, rules.also)
+    location = locate(path, options.also)
     listing = list_files(location)
     files = {name: entry.nbytes for name, entry in listing.items()}
     names = [""] if location.file is not None else [part.name for part in find_parts(location, below_dcp=True)]
-    marker, problems = _markers(location, files, names, rules)
+    marker, problems = _markers(location, files, names, options)
     valid = marker is not None and not problems
-    found = _check_parts(location, names, listing, rules, progress, opened)
+    found = _check_parts(location, names, listing, options, progress, opened)
     problems += found.findings
-    problems += [_missing_part(name) for name in rules.require if not _is_there(name, files)]
+    problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
         problems = [problem for problem in problems if problem.kind != "mixed-times"]
-    if rules.require_marker and marker is None and not any(p.kind in UNMARKED_KINDS for p in problems):
-        message = f"there is no marker {rules.marker}"
+    if options.require_marker and marker is None and not any(p.kind in UNMARKED_KINDS for p in problems):
+        message = f"there is no marker {options.marker}"
         problems.append(Finding("no-marker", Severity.ERROR, message, next_step=f"dcptool mark {location.path}"))
     state = State.OTHER if found.other else _state(problems)
     kinds = {problem.kind for problem in problems}
-    sign = sign_of_writing(location, listing, names, kinds, None if marker else rules.grace)
+    sign = sign_of_writing(location, listing, names, kinds, None if marker else options.grace)
     if sign and not found.other:
         state = State.IN_PROGRESS
     return Verdict(
@@ -191,7 +191,7 @@ def judge(
         len(files),
         sum(files.values()),
         last_written(location, listing),
-        rules.level,
+        options.level,
         found.tally,
     )
 
@@ -204,7 +204,7 @@ def unreadable(path: str, error: StorageError, level: Level) -> Verdict:
 
 
 def _markers(
-    location: Location, files: Mapping[str, int], parts: Sequence[str], rules: Rules
+    location: Location, files: Mapping[str, int], parts: Sequence[str], options: VerifyOptions
 ) -> tuple[Marker | None, list[Finding]]:
     """Read the markers of a folder and of its parts, and compare them with what is there.
 
@@ -218,11 +218,11 @@ def _markers(
         prefix = f"{folder}/" if folder else ""
         storage = location.storage.below(folder) if folder else location.storage
         there = {name.removeprefix(prefix): nbytes for name, nbytes in files.items() if name.startswith(prefix)}
-        marker, wrong = read_marker(storage, there, rules.marker)
+        marker, wrong = read_marker(storage, there, options.marker)
         if marker:
             markers[folder] = marker._replace(name=prefix + marker.name)
             wrong += marker_problems(marker, storage, there)
-            wrong += checksum_problems(marker, storage, there) if rules.level >= Level.DEEP else []
+            wrong += checksum_problems(marker, storage, there) if options.level >= Level.DEEP else []
         problems += [inside(folder, finding) for finding in wrong]
     covered = [next((folder for folder in folders_of([part]) if folder in markers), None) for part in parts]
     first = next((folder for folder in covered if folder is not None), None)
@@ -235,7 +235,7 @@ def _check_parts(
     location: Location,
     names: Sequence[str],
     listing: Mapping[str, Entry],
-    rules: Rules,
+    options: VerifyOptions,
     progress: Progress | None,
     opened: Checkpoint | None,
 ) -> _Found:
@@ -258,7 +258,7 @@ def _check_parts(
             continue
         try:
             checkpoint = open_part(location, name) if name or opened is None else opened
-            report = _check(checkpoint, name, listing, rules, progress)
+            report = _check(checkpoint, name, listing, options, progress)
         except DcptoolError as error:
             finding = _unopened(location, name, listing, error)
             if len(names) == 1 and finding.kind == "unsupported":
@@ -279,12 +279,12 @@ def _other(kind: str, message: str) -> _Found:
 
 
 def _check(
-    checkpoint: Checkpoint, name: str, listing: Mapping[str, Entry], rules: Rules, progress: Progress | None
+    checkpoint: Checkpoint, name: str, listing: Mapping[str, Entry], options: VerifyOptions, progress: Progress | None
 ) -> CheckReport:
     prefix = f"{name}/" if name else ""
     times = {key.removeprefix(prefix): entry.mtime for key, entry in listing.items() if key.startswith(prefix)}
     written = {key: mtime for key, mtime in times.items() if mtime is not None}
-    return check(checkpoint, rules.level, written=written, threads=rules.threads, progress=progress)
+    return check(checkpoint, options.level, written=written, threads=options.threads, progress=progress)
 
 
 def _unopened(location: Location, name: str, listing: Mapping[str, Entry], error: DcptoolError) -> Finding:

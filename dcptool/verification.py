@@ -15,7 +15,7 @@ from dcptool.formats.detect import open_part
 from dcptool.marker import is_of_save
 from dcptool.runs import Run, run_at
 from dcptool.storage import join, locate
-from dcptool.verdict import DEFAULT_RULES, Rules, State, Verdict, judge, unreadable
+from dcptool.verdict import DEFAULTS, State, Verdict, VerifyOptions, judge, unreadable
 
 MIN_SIBLINGS = 2
 """Other steps that must all have a part before one without it counts as lacking it."""
@@ -43,7 +43,7 @@ class VerifyReport(NamedTuple):
 
 def verify(
     path: str | os.PathLike[str],
-    rules: Rules = DEFAULT_RULES,
+    options: VerifyOptions = DEFAULTS,
     progress: Progress | None = None,
     *,
     load: bool = False,
@@ -53,7 +53,7 @@ def verify(
 
     Args:
         path: local path or URL.
-        rules: how closely to look, and what is asked; see `Rules`.
+        options: how closely to look, and what is asked; see `VerifyOptions`.
         progress: told the number of bytes as they are read.
         load: also load everything with the installed torch, to see that this version still can.
         trust: with `load`, load objects too, which executes their pickles.
@@ -67,15 +67,15 @@ def verify(
         UnsupportedError: `load` without torch.
 
     Example:
-        >>> report = dcptool.verify("ckpt", dcptool.Rules(level=dcptool.Level.DEEP))
+        >>> report = dcptool.verify("ckpt", dcptool.VerifyOptions(level=dcptool.Level.DEEP))
         >>> [(verdict.name, verdict.state.value) for verdict in report.verdicts]
     """
-    location = locate(path, rules.also)
+    location = locate(path, options.also)
     run = run_at(location)
     if run is None:
-        verdicts: Sequence[Verdict] = [judge(path, rules, progress)]
+        verdicts: Sequence[Verdict] = [judge(path, options, progress)]
     else:
-        every = [judge_step(run, name, rules, progress) for name in run.steps]
+        every = [judge_step(run, name, options, progress) for name in run.steps]
         verdicts = compare_steps([verdict for verdict in every if verdict])
     if load:
         verdicts = [loaded(verdict, trust, progress) for verdict in verdicts]
@@ -107,22 +107,22 @@ def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> V
     return verdict._replace(state=state, findings=(*errors, *verdict.findings, *rest))
 
 
-def judge_step(run: Run, name: str, rules: Rules, progress: Progress | None = None) -> Verdict | None:
+def judge_step(run: Run, name: str, options: VerifyOptions, progress: Progress | None = None) -> Verdict | None:
     """Judge one step of a run; None if it has vanished. One that cannot be looked at is damaged: others go on.
 
-    Of a run in several halves (`Rules.also`) the halves of a step lie under the same name; one may lack it.
+    Of a run in several halves (`VerifyOptions.also`) the halves of a step lie under the same name; one may lack it.
     """
     path = join(run.path, name)
     below = f"{run.folder}/{name}" if run.folder else name
-    halves = [half for half in (path, *(join(folder, below) for folder in rules.also)) if exists(half)]
-    if rules.also and halves:
-        path, rules = halves[0], rules._replace(also=tuple(halves[1:]))
+    halves = [half for half in (path, *(join(folder, below) for folder in options.also)) if exists(half)]
+    if options.also and halves:
+        path, options = halves[0], options._replace(also=tuple(halves[1:]))
     try:
-        return judge(path, rules, progress)
+        return judge(path, options, progress)
     except CheckpointNotFoundError:
         return None
     except StorageError as error:
-        return unreadable(path, error, rules.level)
+        return unreadable(path, error, options.level)
 
 
 def compare_steps(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:

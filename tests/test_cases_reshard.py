@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-DEEP = dcptool.Rules(level=dcptool.Level.DEEP)
+DEEP = dcptool.VerifyOptions(level=dcptool.Level.DEEP)
 
 
 def boxes(path: Path, fqn: str) -> dict[str, list]:

@@ -32,7 +32,7 @@ import dcptool
 from dcptool.checks import Level
 from dcptool.errors import CheckpointNotFoundError, ItemError
 from dcptool.retention import make_plan
-from dcptool.verdict import Rules, State, Verdict, judge
+from dcptool.verdict import State, Verdict, VerifyOptions, judge
 from tests.conftest import FOREIGN, OLD, ROOT
 from tests.conftest import run as cli
 from tests.damage import copy, edit_metadata, flip_byte, truncate
@@ -44,7 +44,7 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
 from tests.test_cases_inspect import large_metadata  # noqa: E402
 
-RECORDS, DEEP = Rules(level=Level.RECORDS), Rules(level=Level.DEEP)
+RECORDS, DEEP = VerifyOptions(level=Level.RECORDS), VerifyOptions(level=Level.DEEP)
 
 
 def age(path: Path) -> Path:
@@ -209,7 +209,7 @@ def test_r15_shards_of_extra_state_are_counted(tmp_path):
     torch.save({}, whole / "common.pt")
     (whole / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     for level in Level:
-        verdict = judge(whole, Rules(level=level))
+        verdict = judge(whole, VerifyOptions(level=level))
         assert (verdict.state, verdict.findings) == (State.COMPLETE, ())
     del state["m.fc._extra_state/shard_0_2"]
     verdict = judge(save(tmp_path / "gap", state))
@@ -237,7 +237,7 @@ class TestR16NothingIsExecuted:
         def look(folder: Path) -> Verdict:
             age(folder)
             for level in Level:
-                verdict = judge(folder, Rules(level=level))
+                verdict = judge(folder, VerifyOptions(level=level))
             dcptool.verify(folder.parent, DEEP)
             dcptool.find_latest(folder.parent, DEEP)
             make_plan(folder.parent, 1, now=OLD + 1e6)
@@ -382,7 +382,7 @@ def test_r25_a_hole_is_named(tmp_path):
 
     edit_metadata(path, widen)
     for level in Level:
-        verdict = judge(path, Rules(level=level))
+        verdict = judge(path, VerifyOptions(level=level))
         (finding,) = (finding for finding in verdict.findings if finding.severity.value == "error")
         assert (verdict.state, finding.kind, finding.fqn) == (State.DAMAGED, "hole", "w")
         assert (finding.offsets, finding.sizes) == ((8,), (4,))
@@ -413,7 +413,7 @@ def test_r27_empty_shards_are_whole(tmp_path, shape):
     states = [{"w": Shard.of(torch.ones(shape), rank, 4), "scale": torch.tensor(2.0)} for rank in range(4)]
     path = save(tmp_path / "c", *states)
     for level in Level:
-        verdict = judge(path, Rules(level=level))
+        verdict = judge(path, VerifyOptions(level=level))
         assert (verdict.state, verdict.findings) == (State.COMPLETE, ())
     assert dcptool.verify(path, load=True).good
 

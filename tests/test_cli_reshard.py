@@ -160,7 +160,7 @@ def test_sources_of_other_formats(commands, tmp_path):
         done = commands.run("reshard", "--world-size", 3, "--check", source, target)
         assert done.code == 0, done.err
         assert dcptool.compare(source, target).equal
-        assert dcptool.verify(target, dcptool.Rules(level=dcptool.Level.DEEP)).good
+        assert dcptool.verify(target, dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
     done = commands.run("reshard", "--world-size", 3, tmp_path / "model.pt", cwd=tmp_path)
     assert done.out.endswith(f"{tmp_path}-ws3/model\n")
 

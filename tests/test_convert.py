@@ -134,7 +134,7 @@ def test_to_safetensors(part, tmp_path):
 def test_to_dcp_and_back(part, tmp_path):
     target = tmp_path / "step_7"
     done = convert(part.path, target, "dcp")
-    verdict = judge(target, dcptool.Rules(level=dcptool.Level.DEEP, require_marker=True))
+    verdict = judge(target, dcptool.VerifyOptions(level=dcptool.Level.DEEP, require_marker=True))
     assert verdict.state is State.COMPLETE, verdict.findings
     assert (verdict.marker.writer, verdict.marker.step) == ("convert", 7)
     source, copy = dcptool.open(part.path), dcptool.open(target)
@@ -497,7 +497,7 @@ def test_from_and_to_an_object_store(s3_url, tmp_path):
     convert(f"{s3_url}/step_1", tmp_path / "m.pt", "torch")
     assert torch.load(tmp_path / "m.pt", weights_only=False)["zeros"].shape == (40, 40)
     convert(tmp_path / "m.pt", f"{s3_url}/step_2", "dcp")
-    assert judge(f"{s3_url}/step_2", dcptool.Rules(level=dcptool.Level.DEEP)).state is State.COMPLETE
+    assert judge(f"{s3_url}/step_2", dcptool.VerifyOptions(level=dcptool.Level.DEEP)).state is State.COMPLETE
     convert(f"{s3_url}/step_2", f"{s3_url}/m.safetensors", "safetensors")
     assert set(dcptool.open(f"{s3_url}/m.safetensors")) == set(dcptool.open(FOREIGN / "w_async").tensors)
     for overwrite in (False, True):  # what is there could not be kept until the new one is complete

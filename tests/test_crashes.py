@@ -91,7 +91,7 @@ def test_stopped_at_every_event(tmp_path, to, name, overwrite, how):
         if target.exists():
             now = snapshot(target) if target.is_dir() else target.read_bytes()
             if now != old:  # then it is the new one, and all of it
-                assert dcptool.verify(target, dcptool.Rules(level=dcptool.Level.DEEP)).good
+                assert dcptool.verify(target, dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
                 shutil.rmtree(target) if target.is_dir() else target.unlink()
                 if overwrite:
                     convert(FOREIGN / "w_threads3", target, to)
@@ -111,7 +111,7 @@ def test_stopped_at_every_event(tmp_path, to, name, overwrite, how):
     driver.wait(60)
     driver.stdout.close()
     assert count >= 3
-    assert dcptool.verify(target, dcptool.Rules(level=dcptool.Level.DEEP)).good
+    assert dcptool.verify(target, dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
 
 
 def test_leftovers_are_named(tmp_path):
@@ -167,5 +167,5 @@ def test_two_runs_to_one_target(tmp_path):
         codes.append(process.returncode)
     assert sorted(codes) in ([0, 0], [0, 3])
     assert codes.count(0) == 1, codes
-    assert dcptool.verify(tmp_path / "d", dcptool.Rules(level=dcptool.Level.DEEP)).good
+    assert dcptool.verify(tmp_path / "d", dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
     assert [path.name for path in tmp_path.iterdir()] == ["d"]

@@ -180,7 +180,7 @@ def test_links_are_followed_when_read_and_never_written_through(tmp_path):
     outside = (path / "__0_0.distcp").rename(tmp_path / "outside")
     (path / "__0_0.distcp").symlink_to(outside)
     before = outside.read_bytes()
-    assert dcptool.verify(path, dcptool.Rules(level=dcptool.Level.DEEP)).good
+    assert dcptool.verify(path, dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
     convert(path, tmp_path / "d", "dcp")
     assert not (tmp_path / "d" / "__0_0.distcp").is_symlink()
     (tmp_path / "e").symlink_to(path)

@@ -278,7 +278,7 @@ def test_findings_are_those_of_verify(foreign, tmp_path):
     flip_byte(tmp_path / "ckpt" / item.file, item.byte_offset + item.nbytes // 2)
     (tmp_path / "ckpt" / "__3_0.distcp").unlink()
     done = dcptool.write_report(tmp_path / "ckpt", tmp_path / "r.html", level=dcptool.Level.DEEP)
-    found = dcptool.verify(tmp_path / "ckpt", dcptool.Rules(level=dcptool.Level.DEEP)).verdicts[0].findings
+    found = dcptool.verify(tmp_path / "ckpt", dcptool.VerifyOptions(level=dcptool.Level.DEEP)).verdicts[0].findings
     document = page_data((tmp_path / "r.html").read_text())
     groups = [group for group in document["findings"] if group["severity"] != "note"]
     expected = [finding for finding in found if finding.severity.value != "note"]

@@ -125,7 +125,7 @@ def test_a_lost_metadata_comes_back_equal_and_torch_loads_it(steps):
     wanted = torch.randn(10, 4, generator=torch.Generator().manual_seed(300))
     assert torch.equal(loaded["model"]["w"], wanted)
     assert (loaded["step"], loaded["history"]) == (300, list(range(300)))
-    verdict = dcptool.verify(path, dcptool.Rules(level=dcptool.Level.DEEP)).verdicts[0]
+    verdict = dcptool.verify(path, dcptool.VerifyOptions(level=dcptool.Level.DEEP)).verdicts[0]
     assert verdict.state.value == "complete"
     with pytest.raises(OutputExistsError, match=r"nothing is lost.*\n.*dcptool verify"):
         dcptool.rescue(path, like)

@@ -243,7 +243,7 @@ class TestPlaces:
         assert [one.code for one in done] == [0, 3]
         assert re.search(r"^error: .*/out/step_7 is there already$", done[1].err.strip())
         assert [path.name for path in job.out.iterdir()] == ["step_7"]
-        assert dcptool.verify(job.target, dcptool.Rules(level=dcptool.Level.DEEP)).good
+        assert dcptool.verify(job.target, dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
         again = job.start()
         assert "is there already; --overwrite replaces it" in again.wait().err
         replaced = job.start("--overwrite", "--check")
@@ -327,7 +327,7 @@ class TestByHand:
         assert [one.code for one in done] == [0, 0, 0]
         assert [bool(one.out) for one in done] == [False, False, True]
         assert [one.err.count("note:") for one in done[:2]] == [0, 0]
-        assert dcptool.verify(job.target, dcptool.Rules(level=dcptool.Level.DEEP)).good
+        assert dcptool.verify(job.target, dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
 
     def test_an_error_is_told_once(self, job):
         port = free_port()

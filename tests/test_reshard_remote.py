@@ -21,7 +21,7 @@ from tests.commands import wait_for  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-DEEP = dcptool.Rules(level=dcptool.Level.DEEP)
+DEEP = dcptool.VerifyOptions(level=dcptool.Level.DEEP)
 COUNTED = """
 import json, os
 from s3fs import S3FileSystem

@@ -65,7 +65,7 @@ def test_two_nodes_share_the_work(tmp_path):
     assert [code for code, *_ in found] == [0, 0], found
     assert re.fullmatch(r"19 tensors, 82 objects for 5 ranks, .*/out/step_7\n", found[0][1])
     assert found[1][1] == ""
-    assert dcptool.verify(target, dcptool.Rules(level=dcptool.Level.DEEP)).good
+    assert dcptool.verify(target, dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
     assert dcptool.compare(source, target).equal
     assert [path.name for path in target.parent.iterdir()] == ["step_7"]
 
@@ -88,7 +88,7 @@ def test_one_node_is_lost(tmp_path, what, number):
         nodes[0].agent.terminate()
         nodes[0].wait(60)
         nodes[1].wait(5)
-        assert dcptool.verify(target, dcptool.Rules(level=dcptool.Level.DEEP)).good
+        assert dcptool.verify(target, dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
         return
     found = [node.wait(60) for node in nodes]
     assert time.monotonic() - began < 25

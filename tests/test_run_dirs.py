@@ -20,7 +20,7 @@ from dcptool.pointers import read_pointers
 from dcptool.retention import Decision, PrunePlan, delete_steps, make_plan, plan_prune
 from dcptool.runs import find_runs
 from dcptool.storage import locate
-from dcptool.verdict import Rules, State, Verdict, judge
+from dcptool.verdict import State, Verdict, VerifyOptions, judge
 from tests import damage
 from tests.conftest import FOREIGN as CHECKPOINTS
 from tests.conftest import OLD, ROOT
@@ -54,8 +54,8 @@ def crash(step: Path) -> None:
     (step / ".metadata").unlink()
 
 
-def latest(path, **rules):
-    return dcptool.find_latest(path, Rules(**rules))
+def latest(path, **options):
+    return dcptool.find_latest(path, VerifyOptions(**options))
 
 
 def names(verdicts) -> list[tuple[str, str]]:
@@ -185,14 +185,14 @@ class TestMarkers:
         folder = run("step_1", "step_2")
         (folder / "step_1" / name).write_text("")
         assert names(latest(folder).skipped) == [("step_2", "unmarked")]
-        verdict = judge(folder / "step_1", Rules(require_marker=True))
+        verdict = judge(folder / "step_1", VerifyOptions(require_marker=True))
         assert (verdict.state, verdict.marker.name) == (State.COMPLETE, name)
 
     def test_a_name_of_your_own(self, run):
         folder = run("step_1")
-        assert judge(folder / "step_1", Rules(require_marker=True, marker="OK")).state is State.UNMARKED
+        assert judge(folder / "step_1", VerifyOptions(require_marker=True, marker="OK")).state is State.UNMARKED
         (folder / "step_1" / "OK").write_text("")
-        assert judge(folder / "step_1", Rules(require_marker=True, marker="OK")).state is State.COMPLETE
+        assert judge(folder / "step_1", VerifyOptions(require_marker=True, marker="OK")).state is State.COMPLETE
         dcptool.mark_complete(folder / "step_1", marker="OK")
         assert json.loads((folder / "step_1" / "OK").read_text())["writer"] == "mark"
 
@@ -215,7 +215,7 @@ class TestMarkers:
         now = time.time()
         os.utime(folder / "step_2" / "__0_0.distcp", (now - 1800, now - 1800))
         assert judge(folder / "step_2").state is State.IN_PROGRESS
-        assert judge(folder / "step_2", Rules(grace=60)).state is State.INCOMPLETE
+        assert judge(folder / "step_2", VerifyOptions(grace=60)).state is State.INCOMPLETE
         (folder / "step_2" / "_COMPLETE").write_text("")  # the save was done: the metadata was lost later
         assert judge(folder / "step_2").state is State.INCOMPLETE
 
@@ -244,7 +244,7 @@ class TestMarkers:
         assert set(document["files"]) == {".metadata", "__0_0.distcp", "__1_0.distcp"} == set(document["sha256"])
         assert set(document["metadata_sha256"]) == {".metadata"}
         assert len(document["save_id"]) == 36
-        again = judge(folder / "step_500", Rules(level=Level.DEEP))
+        again = judge(folder / "step_500", VerifyOptions(level=Level.DEEP))
         assert again.marker == marked.marker
         assert again.state is State.COMPLETE
 
@@ -349,10 +349,10 @@ class TestNodeLocalHalves:
 
     def test_a_name_in_both(self, halves):
         shutil.copy(halves / "a" / "step_5" / "__0_0.distcp", halves / "b" / "step_5")
-        assert judge(halves / "a" / "step_5", Rules(also=(str(halves / "b" / "step_5"),))).whole
+        assert judge(halves / "a" / "step_5", VerifyOptions(also=(str(halves / "b" / "step_5"),))).whole
         damage.flip_byte(halves / "b" / "step_5" / "__0_0.distcp", 1000)
         with pytest.raises(StorageError, match="differ: these folders are not halves of one save"):
-            judge(halves / "a" / "step_5", Rules(also=(str(halves / "b" / "step_5"),)))
+            judge(halves / "a" / "step_5", VerifyOptions(also=(str(halves / "b" / "step_5"),)))
 
 
 def verdict(name: str, state: State = State.COMPLETE, written: float = 0.0) -> Verdict:
@@ -454,7 +454,7 @@ class TestDelete:
         assert delete_steps(plan).refused == (("step_1", "the disk is gone; a part of it may be gone"),)
         assert [name for name, _ in seen] == ["_COMPLETE", ".metadata"]
         assert latest(folder).path == str(folder / "step_2")
-        assert judge(folder / "step_1", Rules(grace=0)).state is State.INCOMPLETE
+        assert judge(folder / "step_1", VerifyOptions(grace=0)).state is State.INCOMPLETE
 
     def test_nothing_outside_the_run(self, run, tmp_path):
         folder = run("step_1", "step_2")
@@ -564,7 +564,7 @@ class TestObjectStore:
         assert names(latest(url).skipped) == [("step_10", "in-progress")]
         marked = dcptool.mark_complete(f"{url}/step_2", checksums=True)
         assert marked.path == f"{url}/step_2/_COMPLETE"
-        assert judge(f"{url}/step_2", Rules(level=Level.DEEP)).state is State.COMPLETE
+        assert judge(f"{url}/step_2", VerifyOptions(level=Level.DEEP)).state is State.COMPLETE
         filesystem.pipe_file(f"{base}/latest", b"step_10")
         assert [problem.kind for problem in latest(url).pointers] == ["wrong-pointer"]
         plan = make_plan(url, 1, now=time.time())

@@ -20,7 +20,7 @@ from dcptool.pointers import read_pointers
 from dcptool.retention import delete_steps, make_plan, plan_prune
 from dcptool.runs import find_runs
 from dcptool.storage import LocalStorage, locate
-from dcptool.verdict import Rules, State, judge
+from dcptool.verdict import State, VerifyOptions, judge
 from dcptool.verification import compare_steps
 from tests import damage
 from tests.conftest import FOREIGN, OLD
@@ -203,7 +203,7 @@ class TestMarkers:
         assert (found.state, found.marker, kinds(found)) == (State.UNMARKED, None, {"bad-marker"})
         (step / "_COMPLETE").unlink()
         (step / "_COMPLETE").write_text("")
-        assert judge(step, Rules(require_marker=True)).state is State.COMPLETE
+        assert judge(step, VerifyOptions(require_marker=True)).state is State.COMPLETE
         read = LocalStorage.read
 
         def failing(storage, name, *args):
@@ -212,7 +212,7 @@ class TestMarkers:
             return read(storage, name, *args)
 
         monkeypatch.setattr(LocalStorage, "read", failing)
-        assert kinds(judge(step, Rules(require_marker=True))) == {"bad-marker"}
+        assert kinds(judge(step, VerifyOptions(require_marker=True))) == {"bad-marker"}
 
     def test_one_that_is_too_large(self, step, monkeypatch):
         monkeypatch.setattr("dcptool.marker.MAX_MARKER_NBYTES", 10)
@@ -223,7 +223,7 @@ class TestMarkers:
     def test_other_text_is_a_bare_marker(self, step, text):
         for name in ("_COMPLETE", "_SUCCESS"):
             (step / name).write_text(text)
-            found = judge(step, Rules(require_marker=True))
+            found = judge(step, VerifyOptions(require_marker=True))
             assert (found.state, found.marker.writer) == (State.COMPLETE, None)
             (step / name).unlink()
 
@@ -281,7 +281,7 @@ class TestMarkers:
 
         monkeypatch.setattr(module, "sha256", failing)
         for level in (Level.METADATA, Level.DEEP):
-            found = judge(step, Rules(level=level))
+            found = judge(step, VerifyOptions(level=level))
             assert (found.state, kinds(found)) == (State.DAMAGED, {"unreadable"})
 
 
@@ -310,7 +310,7 @@ class TestMarkersOfParts:
         assert judge(".").state is State.IN_PROGRESS
 
     def test_markers_of_all_parts_mark_the_step(self, step):
-        require = Rules(require_marker=True)
+        require = VerifyOptions(require_marker=True)
         dcptool.mark_complete(step / "actor" / "ckpt")
         assert judge(step, require).state is State.UNMARKED
         dcptool.mark_complete(step / "critic" / "ckpt")
@@ -501,7 +501,7 @@ class TestDelete:
 
         made = make_plan(folder, 1, now=time.time())
         judged = []
-        monkeypatch.setattr(module, "judge", lambda path, rules: judged.append(path) or judge(path, rules))
+        monkeypatch.setattr(module, "judge", lambda path, options: judged.append(path) or judge(path, options))
         assert len(delete_steps(made).names) == 3
         assert judged == [str(folder / "step_4")]
 
@@ -526,7 +526,7 @@ class TestStates:
     def test_only_the_other_half_has_a_step(self, tmp_path):
         steps(tmp_path / "a", "step_1")
         steps(tmp_path / "b", "step_1", "step_2")
-        report = dcptool.verify(tmp_path / "a", Rules(also=(str(tmp_path / "b"),)))
+        report = dcptool.verify(tmp_path / "a", VerifyOptions(also=(str(tmp_path / "b"),)))
         assert names(report.verdicts) == [("step_1", "complete"), ("step_2", "complete")]
 
     def test_comparing_steps_is_linear(self):

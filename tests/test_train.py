@@ -288,7 +288,7 @@ def test_prune_keeps_the_good_one_and_what_is_being_written(run):
     assert [plan for plan, _ in rows(done.stdout).values()] == ["keep", "DELETE", "DELETE"]
     assert left(run) == ["step_3"]
     assert {file.name: file.read_bytes() for file in (run / "step_3").iterdir()} == before
-    assert dcptool.verify(run / "step_3", dcptool.Rules(level=dcptool.Level.DEEP)).good
+    assert dcptool.verify(run / "step_3", dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
 
 
 def test_marking_an_old_step_by_hand_hides_no_newer_one(run):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
 import sys
+import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from tests.forks import run_ranks, values  # noqa: E402
 
 ROWS = 6
 AUDITED = {"open", "os.remove", "os.rename", "os.mkdir", "os.rmdir"}
-DEEP = dcptool.Rules(level=dcptool.Level.DEEP, grace=0.0)
+DEEP = dcptool.VerifyOptions(level=dcptool.Level.DEEP, grace=0.0)
 
 
 def tagged(tag: float):
@@ -101,6 +103,30 @@ def save_and_die(rank, root, step, tag, how, victim, at, every_write):
         return killer.events
 
 
+def save_and_die_everywhere(rank, template, folder, stride, *saving):
+    """Save over copies of a run directory, each in a process of its own that is killed at a later event.
+
+    Returns how each ended, in the order of the folders `folder`/1, /2, …; and the events of the last, which was not.
+    """
+    save_steps(0, f"{folder}/0", [(1, 1.0)])  # what torch does at its first save need not be done in each
+    codes = []
+    for number in itertools.count(1):
+        root = shutil.copytree(template, f"{folder}/{number}")
+        process = os.fork()
+        if not process:
+            code = 1
+            try:
+                events = save_and_die(0, root, *saving[:-1], 1 + stride * (number - 1), saving[-1])
+                Path(folder, "events").write_text(" ".join(events))
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(code)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+        if codes[-1] != -signal.SIGKILL:
+            return codes, Path(folder, "events").read_text().split()
+
+
 def save_steps(rank, root, steps):
     with CheckpointManager(root, keep=None) as manager:
         for step, tag in steps:
@@ -159,24 +185,38 @@ SCENARIOS = {
 
 
 def kill_everywhere(tmp_path, scenario, how, victim, every_write, stride=1):
+    """Kill a save at one event after the other; returns for each whether the new step counts then, and all events."""
     old, width, step, count = SCENARIOS[scenario]
-    template = tmp_path / "template"
+    template, folder = tmp_path / "template", tmp_path / "killed"
     values(run_ranks(width, save_steps, str(template), list(old.items())))
+    folder.mkdir()
+    saving = (step, 5.0, how, victim)
+    if count == 0:
+        task = (save_and_die_everywhere, str(template), str(folder), stride, *saving, every_write)
+        codes, events = values(run_ranks(0, *task, timeout=250))[0]
+    else:
+        codes = []
+        while not codes or codes[-1] == -signal.SIGKILL:
+            root = shutil.copytree(template, folder / str(len(codes) + 1))
+            at = 1 + stride * len(codes)
+            outcomes = run_ranks(count, save_and_die, str(root), *saving, at, every_write, timeout=90)
+            codes.append(outcomes[victim].code)
+        events = values(outcomes)[victim]
+    assert codes == [-signal.SIGKILL] * (len(codes) - 1) + [0]
     known = {f"step_{number}": tag for number, tag in old.items()}
-    counted, at = [], 1
-    while True:
-        root = tmp_path / "run"
-        shutil.rmtree(root, ignore_errors=True)
-        shutil.copytree(template, root)
-        outcomes = run_ranks(count, save_and_die, str(root), step, 5.0, how, victim, at, every_write, timeout=90)
-        if outcomes[victim].code == 0:
-            break
-        assert outcomes[victim].code == -signal.SIGKILL, outcomes[victim].error
-        case = f"{scenario}, {how}, killed at event {at} of rank {victim}"
-        counted.append(check_after_kill(root, known, (f"step_{step}", 5.0), case))
-        at += stride
+    checked: dict[tuple, bool] = {}  # many events leave the same files: what was looked at once is known
+    counted = []
+    for number in range(1, len(codes)):
+        root = folder / str(number)
+        files = tuple(
+            sorted((str(path.relative_to(root)), path.is_file() and path.read_bytes()) for path in root.rglob("*"))
+        )
+        if files not in checked:
+            case = f"{scenario}, {how}, killed at event {1 + stride * (number - 1)} of rank {victim}"
+            checked[files] = check_after_kill(root, known, (f"step_{step}", 5.0), case)
+        counted.append(checked[files])
     assert len(counted) > 8 // stride
-    return counted, values(outcomes)[victim]
+    return counted, events
 
 
 @pytest.mark.parametrize("scenario", [name for name in SCENARIOS if "wider" not in name])

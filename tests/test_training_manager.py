@@ -59,7 +59,7 @@ def test_a_save_is_marked_and_comes_back(tmp_path, how):
     assert (marker["writer"], marker["step"], marker["world_size"]) == ("save", 3, 1)
     assert 0 < marker["blocked_seconds"] <= marker["save_seconds"] < 60
     assert set(marker["files"]) == {".metadata", "__0_0.distcp"}
-    assert dcptool.find_latest(tmp_path / "run", dcptool.Rules(level=dcptool.Level.DEEP)).verdict.step == 3
+    assert dcptool.find_latest(tmp_path / "run", dcptool.VerifyOptions(level=dcptool.Level.DEEP)).verdict.step == 3
     model, _, state = job(seed=1)
     with CheckpointManager(tmp_path / "run") as manager:
         restored = manager.restore(state)

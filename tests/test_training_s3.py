@@ -58,7 +58,7 @@ def test_a_run_on_s3(s3_url, monkeypatch):
         train(model, optimizer, 4)
         manager.save(4, state)
     assert folders(s3_url) == ["step_3", "step_4"]
-    assert dcptool.verify(s3_url, dcptool.Rules(level=dcptool.Level.DEEP)).good
+    assert dcptool.verify(s3_url, dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
     # The newest one loses its data: the next older one is what is restored.
     fsspec.filesystem("s3").rm(f"{s3_url}/step_4/__0_0.distcp")
     model, _, state = job(seed=2)

@@ -20,7 +20,7 @@ import pytest
 import dcptool
 from dcptool.checks import Level
 from dcptool.marking import mark_complete
-from dcptool.verdict import Rules, State, judge
+from dcptool.verdict import State, VerifyOptions, judge
 from tests import damage
 from tests.conftest import FOREIGN, PARTS
 
@@ -106,7 +106,7 @@ def kinds(verdict) -> set[str]:
 def assert_found(target: Path, expected: str, level: Level) -> None:
     """The finding comes at this level, not before, and no level says that the checkpoint is whole."""
     for at in Level:
-        verdict = judge(target, Rules(level=at))
+        verdict = judge(target, VerifyOptions(level=at))
         if at < level:
             assert expected not in kinds(verdict), at
         else:
@@ -134,11 +134,11 @@ def test_a_flipped_bit(fresh, where, name):
     if expected is MARKER:
         mark_complete(folder, checksums=True)
         damage.flip_byte(place.file, place.end - 1)
-        assert judge(folder, Rules(level=RECORDS)).state is State.COMPLETE
-        verdict = judge(folder, Rules(level=DEEP))
+        assert judge(folder, VerifyOptions(level=RECORDS)).state is State.COMPLETE
+        verdict = judge(folder, VerifyOptions(level=DEEP))
         assert kinds(verdict) == {"changed-file"}
         (folder / "_COMPLETE").unlink()
-        verdict = judge(folder, Rules(level=DEEP))
+        verdict = judge(folder, VerifyOptions(level=DEEP))
         assert verdict.whole
         assert "not-verifiable" in {finding.kind for finding in verdict.findings}
         return
@@ -147,12 +147,12 @@ def test_a_flipped_bit(fresh, where, name):
     if where == "zip header" and name == "dcp":  # the first item of a file shows at once, others when looked into
         level = METADATA if place.start == 0 else level
         kind = "misplaced-item" if level is METADATA else kind
-        verdict = judge(folder, Rules(level=level))
+        verdict = judge(folder, VerifyOptions(level=level))
         assert kind in kinds(verdict)
         return
     if name == "per-item" and where == "zip header":
         assert kind in kinds(judge(folder))
-        assert "damaged-item" in kinds(judge(folder, Rules(level=RECORDS)))
+        assert "damaged-item" in kinds(judge(folder, VerifyOptions(level=RECORDS)))
         return
     assert_found(target_of(folder, name), kind, level)
 
@@ -164,7 +164,7 @@ def test_flips_in_compressed_items(fresh):
     found = 0
     for at in range(place.start, place.end):
         damage.flip_byte(place.file, at)
-        found += bool(kinds(judge(folder, Rules(level=DEEP))) & {"wrong-crc", "damaged-item"})
+        found += bool(kinds(judge(folder, VerifyOptions(level=DEEP))) & {"wrong-crc", "damaged-item"})
         damage.flip_byte(place.file, at)
     assert found > 0.8 * (place.end - place.start)
 
@@ -179,9 +179,9 @@ def test_a_marker_with_checksums_finds_a_flip_in_any_file(fresh, name):
             continue
         content = file.read_bytes()
         damage.flip_byte(file, rng.randrange(len(content)), 1 << rng.randrange(8))
-        assert not judge(folder, Rules(level=DEEP)).whole, file
+        assert not judge(folder, VerifyOptions(level=DEEP)).whole, file
         file.write_bytes(content)
-    assert judge(folder, Rules(level=DEEP)).state is State.COMPLETE
+    assert judge(folder, VerifyOptions(level=DEEP)).state is State.COMPLETE
 
 
 @pytest.mark.parametrize("name", ["dcp", "rank-local", "safetensors-dcp", "hf-shards", "safetensors", "zstd"])
@@ -218,7 +218,7 @@ def test_files_missing_empty_or_too_many(fresh, name):
     assert (verdict.state, kinds(verdict)) == (State.INCOMPLETE, {"lfs-pointer"})
     file.write_bytes(content)
     (folder / "__77_0.distcp").write_bytes(content)
-    verdict = judge(folder, Rules(grace=0))
+    verdict = judge(folder, VerifyOptions(grace=0))
     assert [finding.kind for finding in verdict.findings if finding.file == "__77_0.distcp"] == ["leftover-files"]
     # Where each rank has metadata of its own, data without it is of a rank whose metadata is lost.
     lacking = {"rank-metadata-missing"} if name == "rank-local" else set()
@@ -335,7 +335,7 @@ def test_ctrl_c_stops_at_the_next_piece(fresh, monkeypatch):
 
     monkeypatch.setattr(LocalStorage, "read_into", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        judge(folder, Rules(level=DEEP, threads=1))
+        judge(folder, VerifyOptions(level=DEEP, threads=1))
     assert reads == ["__0_0.distcp"]
 
 
@@ -345,11 +345,11 @@ def test_two_files_of_one_layout_swapped(tmp_path):
     target = save(tmp_path / "step", {"a": torch.zeros(64), "b": torch.ones(64)}, per_item=True)
     mark_complete(target)
     damage.swap(*sorted(target.glob("*.distcp"))[:2])
-    assert judge(target, Rules(level=DEEP)).state is State.COMPLETE
+    assert judge(target, VerifyOptions(level=DEEP)).state is State.COMPLETE
     damage.swap(*sorted(target.glob("*.distcp"))[:2])
     mark_complete(target, checksums=True)
     damage.swap(*sorted(target.glob("*.distcp"))[:2])
-    assert kinds(judge(target, Rules(level=DEEP))) == {"changed-file"}
+    assert kinds(judge(target, VerifyOptions(level=DEEP))) == {"changed-file"}
 
 
 def test_two_files_of_different_layout_swapped(fresh):
@@ -382,14 +382,14 @@ class TestTornOverwrite:
         old, new, _ = saves
         mark_complete(old, checksums=True)
         shutil.copy(new / "__0_0.distcp", old / "__0_0.distcp")
-        assert judge(old, Rules(level=RECORDS)).whole  # nothing in the payload names the save
-        assert kinds(judge(old, Rules(level=DEEP))) == {"changed-file"}
+        assert judge(old, VerifyOptions(level=RECORDS)).whole  # nothing in the payload names the save
+        assert kinds(judge(old, VerifyOptions(level=DEEP))) == {"changed-file"}
 
     def test_of_another_layout(self, saves):
         old, _, other = saves
         shutil.copy(other / "__0_0.distcp", old / "__0_0.distcp")
         assert not judge(old).whole
-        assert not judge(old, Rules(level=RECORDS)).whole
+        assert not judge(old, VerifyOptions(level=RECORDS)).whole
 
     def test_metadata_of_another_save_under_a_marker(self, saves):
         old, new, _ = saves
@@ -514,7 +514,7 @@ def test_metadata_that_is_wrong(fresh, name, change):
     if name == "safetensors-dcp" and change is _reshape:
         kind = "damaged-item"  # the blob's own header says where each part belongs
     assert_found(folder, kind, level)
-    named = [finding for finding in judge(folder, Rules(level=RECORDS)).findings if finding.fqn == fqn]
+    named = [finding for finding in judge(folder, VerifyOptions(level=RECORDS)).findings if finding.fqn == fqn]
     assert named
     assert fqn in named[0].message
 
@@ -523,7 +523,7 @@ def test_metadata_that_is_wrong(fresh, name, change):
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_every_whole_checkpoint_is_clean_and_every_damaged_one_is_not(part):
     for level in Level if part.damaged else (DEEP,):
-        verdict = judge(part.path, Rules(level=level, grace=0))
+        verdict = judge(part.path, VerifyOptions(level=level, grace=0))
         if not part.damaged:
             assert verdict.state is State.COMPLETE, verdict.findings
         elif level is DEEP:
@@ -532,7 +532,7 @@ def test_every_whole_checkpoint_is_clean_and_every_damaged_one_is_not(part):
 
 @pytest.mark.torchfree
 def test_values_that_differ_between_ranks_are_told():
-    verdict = judge(FOREIGN / "w_no_collectives", Rules(level=DEEP))
+    verdict = judge(FOREIGN / "w_no_collectives", VerifyOptions(level=DEEP))
     assert [(f.kind, f.severity.value, f.fqn) for f in verdict.findings] == [
         ("replicas-differ", "warning", "rank_only")
     ]
@@ -541,11 +541,11 @@ def test_values_that_differ_between_ranks_are_told():
 @pytest.mark.torchfree
 def test_what_has_no_checksums_is_counted_and_neither_good_nor_bad():
     for name, count in (("w_nocrc", 15), ("w_safetensors", 11), ("hf_sharded", 15)):
-        verdict = judge(FOREIGN / name, Rules(level=DEEP))
+        verdict = judge(FOREIGN / name, VerifyOptions(level=DEEP))
         assert verdict.state is State.COMPLETE
         assert verdict.tally.n_unverifiable == count
         assert "not verifiable" in verdict.findings[-1].message
-    assert judge(FOREIGN / "w_async", Rules(level=DEEP)).tally.n_unverifiable == 0
+    assert judge(FOREIGN / "w_async", VerifyOptions(level=DEEP)).tally.n_unverifiable == 0
 
 
 def load_all(folder):
@@ -579,7 +579,7 @@ def flips(folder, count, seed):
         content = file.read_bytes()
         at, bit = rng.randrange(len(content)), 1 << rng.randrange(8)
         damage.flip_byte(file, at, bit)
-        if judge(folder, Rules(level=DEEP)).whole:
+        if judge(folder, VerifyOptions(level=DEEP)).whole:
             now = load_all(folder)
             if now is None or any(not torch.equal(now[fqn], good[fqn]) for fqn in good):
                 missed.append((file.name, at, bit))

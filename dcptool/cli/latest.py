@@ -27,10 +27,10 @@ def latest(
     from dcptool.checks import Level
     from dcptool.newest import find_latest
     from dcptool.render.verify import latest_json, latest_lines
-    from dcptool.verdict import Rules
+    from dcptool.verdict import VerifyOptions
 
     level = Level.DEEP if deep else Level.METADATA
-    found = find_latest(run_dir, Rules(level, marker, require_marker, options.parts_of(require)))
+    found = find_latest(run_dir, VerifyOptions(level, marker, require_marker, options.parts_of(require)))
     if not quiet:
         for line in latest_lines(found):
             click.echo(line, err=True)

@@ -47,7 +47,7 @@ def prune(
 
     from dcptool.render.verify import deleted_lines, plan_json, plan_text
     from dcptool.retention import delete_steps, make_plan
-    from dcptool.verdict import Rules
+    from dcptool.verdict import VerifyOptions
 
     if include_incomplete != (older_than is not None):
         raise click.UsageError("--include-incomplete and --older-than go together: say how old they must be")
@@ -56,11 +56,11 @@ def prune(
     ask = not dry_run and not yes
     if ask and (quiet or as_json or not sys.stdin.isatty()):
         raise click.UsageError("nobody can be asked here: add --dry-run to see the plan or --yes to delete")
-    rules = Rules(marker=marker, require_marker=require_marker, require=options.parts_of(require))
+    chosen = VerifyOptions(marker=marker, require_marker=require_marker, require=options.parts_of(require))
     plan = make_plan(
         run_dir,
         keep,
-        rules,
+        chosen,
         archive_every=archive_every,
         include_incomplete=include_incomplete,
         older_than=older_than or 0.0,
@@ -70,7 +70,7 @@ def prune(
         click.echo(plan_text(plan))
     deleted = None
     if plan.removed and (yes or (ask and click.confirm(f"delete {len(plan.removed)} of {len(plan.decisions)} steps?"))):
-        deleted = delete_steps(plan, rules)
+        deleted = delete_steps(plan, chosen)
     if as_json and not quiet:
         options.print_json(plan_json(plan, deleted))
     elif not quiet and deleted:

@@ -54,7 +54,7 @@ def verify(
     from dcptool.errors import DcptoolError
     from dcptool.render.text import shown
     from dcptool.render.verify import verify_json, verify_text
-    from dcptool.verdict import Rules
+    from dcptool.verdict import VerifyOptions
     from dcptool.verification import verify as verify_path
 
     if threads and not (records or deep):
@@ -64,13 +64,13 @@ def verify(
     if load and also:
         raise click.UsageError("--load needs all files in one folder; --also only reads them as if they were")
     level = Level.DEEP if deep else Level.RECORDS if records else Level.METADATA
-    rules = Rules(level, marker, require_marker, (), grace, also, threads)
+    chosen = VerifyOptions(level, marker, require_marker, (), grace, also, threads)
     documents = []
     code = 0
     for path in paths:
         try:
             with bar(quiet) as progress:
-                report = verify_path(path, rules, progress, load=load, trust=trust)
+                report = verify_path(path, chosen, progress, load=load, trust=trust)
         except DcptoolError as error:
             if len(paths) == 1:
                 raise

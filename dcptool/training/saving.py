@@ -21,10 +21,10 @@ from dcptool.retention import Deleted, delete_steps, make_plan
 from dcptool.steps import step_number
 from dcptool.storage import LocalStorage, Storage, is_url, join, locate, storage_at
 from dcptool.training.ranks import sendable
-from dcptool.verdict import Rules, State, judge
+from dcptool.verdict import State, VerifyOptions, judge
 
 logger = logging.getLogger("dcptool.training")
-NO_GRACE = Rules(grace=0.0)
+NO_GRACE = VerifyOptions(grace=0.0)
 """What has no metadata is no save that goes on: this job is the one that saves here."""
 _PATIENCE = (0.1, 0.4, 1.5)
 """Seconds to wait for what other machines wrote to show in a mounted folder."""
