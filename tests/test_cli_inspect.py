@@ -93,7 +93,8 @@ def test_r64_json():
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_every_foreign_checkpoint_shows_as_text_and_json(part):
     from dcptool.errors import DcptoolError
-    from dcptool.render.inspect import to_json, to_text
+    from dcptool.render.inspect import to_text
+    from dcptool.render.inspect_json import to_json
 
     try:
         summary = dcptool.summarize(part.path, chunks=True)

@@ -31,7 +31,7 @@ ORDER = (
     "resharding.supervisor resharding overview render.text columns report "
     "training.reader training.rng training.optimizers training.state training.ranks training.staging training.saving "
     "training.restoring training.manager training "
-    "render.folding render.stats render.inspect render.verify "
+    "render.folding render.stats render.inspect render.inspect_json render.verify "
     "render.convert render.interval render.reshard render.rescue render.diff render.report page "
     "cli.options cli.progress cli.inspect cli.verify cli.latest cli.mark cli.prune cli.convert cli.reshard cli.rescue "
     "cli.diff cli.report cli.interval cli __main__ "

@@ -73,7 +73,7 @@ def inspect(
         if unused:
             click.echo(f"note: a run directory shows its steps; {', '.join(unused)}: name one of them", err=True)
     if as_json and not quiet:
-        from dcptool.render.inspect import to_json
+        from dcptool.render.inspect_json import to_json
 
         options.print_json(to_json(summary))
     elif not quiet:

@@ -1,0 +1,129 @@
+"""A `Summary` as the JSON that `dcptool inspect` prints; the layout is documented in docs/json.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+from dcptool.overview import Summary
+from dcptool.pickles import plain
+from dcptool.render.text import value
+from dcptool.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
+
+if TYPE_CHECKING:
+    from dcptool.stats import TensorStats
+    from dcptool.verdict import Verdict
+
+SCHEMA = 1
+MAX_REPR_CHARS = 2000
+
+
+def to_json(summary: Summary) -> dict[str, Any]:
+    """Return the report as plain data, numbered by "schema"."""
+    return {
+        "schema": SCHEMA,
+        "path": summary.path,
+        "checkpoints": [
+            _checkpoint_json(checkpoint, {stats.fqn: stats for stats in report.tensors} if report else {})
+            for checkpoint, report in zip_longest(summary.checkpoints, summary.stats)
+        ],
+        **({"steps": [_step_json(step) for step in summary.steps]} if summary.steps else {}),
+        **({"others": list(summary.others)} if summary.others else {}),
+        **(
+            {"errors": [{"path": path, "message": message} for path, message in summary.errors]}
+            if summary.errors
+            else {}
+        ),
+    }
+
+
+def _checkpoint_json(checkpoint: CheckpointSummary, stats: Mapping[str, TensorStats]) -> dict[str, Any]:
+    return {
+        "path": checkpoint.path,
+        "format": checkpoint.format,
+        "flavour": checkpoint.flavour,
+        "evidence": list(checkpoint.evidence),
+        "world_size": checkpoint.world_size,
+        "nbytes": checkpoint.nbytes,
+        "state": checkpoint.state,
+        "tensors": [_tensor_json(tensor, stats.get(tensor.fqn)) for tensor in checkpoint.tensors],
+        "objects": [_object_json(item) for item in checkpoint.objects],
+        "files": [file._asdict() for file in checkpoint.files],
+        "notes": [
+            {
+                "kind": problem.kind,
+                "severity": problem.severity.value,
+                "message": problem.message,
+                "fqn": problem.fqn,
+                "file": problem.file,
+                "next_step": problem.next_step,
+            }
+            for problem in checkpoint.problems
+        ],
+    }
+
+
+def _tensor_json(tensor: TensorSummary, stats: TensorStats | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "fqn": tensor.fqn,
+        "kind": "tensor",
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "nbytes": tensor.nbytes,
+        "layout": tensor.layout,
+        "n_chunks": tensor.n_chunks,
+        "files": list(tensor.files),
+    }
+    if stats is not None:
+        from dcptool.render.stats import stats_json
+
+        fields["stats"] = stats_json(stats)
+    if tensor.corner is not None:
+        fields["corner"] = None if isinstance(tensor.corner, str) else plain.to_json(_finite(tensor.corner))
+        fields["corner_sizes"] = list(corner_sizes(tensor.shape))
+    if tensor.chunks is not None:
+        fields["chunks"] = [
+            {
+                "offsets": list(chunk.offsets),
+                "sizes": list(chunk.sizes),
+                "file": chunk.item.file if chunk.item else None,
+                "byte_offset": chunk.item.byte_offset if chunk.item else None,
+                "nbytes": chunk.item.nbytes if chunk.item else None,
+            }
+            for chunk in tensor.chunks
+        ]
+    return fields
+
+
+def _finite(corner: Any) -> Any:
+    """Return nested numbers with those that JSON cannot say as text: nan, inf, complex, complex32's pairs."""
+    if isinstance(corner, list):
+        return [_finite(part) for part in corner]
+    if isinstance(corner, bool | int) or (isinstance(corner, float) and corner - corner == 0):
+        return corner
+    return str(corner)
+
+
+def _object_json(item: ObjectSummary) -> dict[str, Any]:
+    return {
+        "fqn": item.fqn,
+        "kind": "object",
+        "value": plain.to_json(item.value) if item.error is None else None,
+        "class": item.class_name,
+        "repr": value(item.value, MAX_REPR_CHARS) if item.error is None else None,
+        "error": item.error,
+    }
+
+
+def _step_json(step: Verdict) -> dict[str, Any]:
+    return {
+        "name": step.name,
+        "state": step.state.value,
+        "world_size": step.world_size,
+        "n_checkpoints": len(step.parts),
+        "n_entries": step.n_entries,
+        "n_files": step.n_files,
+        "nbytes": step.nbytes,
+        "problem": step.reason or None,
+    }
