@@ -1,36 +1,28 @@
 """Load everything of one DCP checkpoint with the torch that is installed: the body of `verify --load`.
 
-Goes through torch's own `dcp.load`, that is its FileSystemReader, planners and resharding, as a job of one rank would.
-Decides what torch is given, in which portions, and what its errors mean; knows nothing of how items are stored. torch
-is imported inside functions only.
-
-Source: torch 2.13, distributed/checkpoint/state_dict_loader.py, default_planner.py, filesystem.py.
+Decides what torch is given, in which portions, and what its errors mean; how torch is called is `torch_reader`'s.
+torch is imported inside functions only.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import socket
-import tempfile
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, Entry, TensorEntry
 from dcptool.errors import StorageError, UnsupportedError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.reader import METADATA
-from dcptool.regions import Box, volume
+from dcptool.regions import volume
 from dcptool.storage import LocalStorage, join
+from dcptool.torch_reader import load_chunks, load_whole, metadata_once_reader, one_line, one_rank_group, quiet
 
 MAX_READS = 4096
 """Reads that one `dcp.load` is planned with; torch keeps about a kilobyte for each."""
 _SAFE_TORCH = (2, 6)
 """Older ones may execute what the item of a tensor holds, with weights_only too (CVE-2025-32434)."""
-_REASON_LENGTH = 300
 _REWRITE = "If `dcptool verify --deep` finds nothing wrong, `dcptool convert --to dcp` writes it anew for this torch."
 _INSTALL = "An object loads only where the package of its class is installed."
 
@@ -91,7 +83,7 @@ def load_with_torch(
     n_skipped = 0 if trust else len(checkpoint.objects)
     if refusal := _refusal(checkpoint, trust):
         return LoadReport(version, 0, 0, n_skipped, 0, (refusal,))
-    with _one_rank_group():
+    with one_rank_group():
         loader = _Loader(checkpoint, version, max_nbytes, progress or (lambda nbytes: None))
         if reason := loader.read_metadata():
             message = f"torch {version} cannot read {METADATA}: {reason}"
@@ -116,7 +108,7 @@ def _check_is_local_dcp(checkpoint: Checkpoint) -> None:
 def _torch_version(trust: bool) -> str:
     """Return the version of the installed torch, which is imported here first."""
     try:
-        with _quiet():
+        with quiet():
             import torch
             import torch.distributed.checkpoint
     except ImportError as error:
@@ -149,7 +141,7 @@ class _Loader:
 
     def __init__(self, checkpoint: Checkpoint, version: str, max_nbytes: int, progress: Callable[[int], None]) -> None:
         self._checkpoint, self._version, self._max_nbytes, self._progress = checkpoint, version, max_nbytes, progress
-        self._reader = _reader(checkpoint.root)
+        self._reader = metadata_once_reader(checkpoint.root)
         self.failed: dict[str, Finding] = {}
         self.n_tensors = self.n_objects = self.nbytes = 0
 
@@ -176,7 +168,7 @@ class _Loader:
 
     def _load_whole(self, entries: Sequence[Entry]) -> None:
         """Load entries whole, at once; of those that fail together, halves, until each that fails is alone."""
-        reason = self._tried(self._load_state, entries)
+        reason = self._tried(load_whole, self._reader, entries)
         if reason and len(entries) > 1:
             middle = len(entries) // 2
             self._load_whole(entries[:middle])
@@ -186,26 +178,12 @@ class _Loader:
             self._count(entry, reason)
             self._progress(entry.nbytes if isinstance(entry, TensorEntry) else 0)
 
-    def _load_state(self, entries: Sequence[Entry]) -> None:
-        import torch
-        from torch.distributed.checkpoint import DefaultLoadPlanner, load
-
-        state: dict[str, Any] = {}
-        for entry in entries:
-            state[entry.fqn] = None
-            if isinstance(entry, TensorEntry):
-                record = self._reader.metadata.state_dict_metadata[entry.fqn]
-                state[entry.fqn] = torch.empty(record.size, dtype=record.properties.dtype)
-        # The stored names are flat already; flattening would look through all of them for each portion.
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        load(state, storage_reader=self._reader, planner=planner)
-
     def _load_by_chunks(self, entry: TensorEntry) -> None:
         """Load a tensor chunk by chunk, up to the first that torch cannot load."""
         itemsize, reason, left = _itemsize(entry), "", entry.nbytes
         boxes = (box for box in entry.chunks.boxes() if 0 not in box[1])
         for batch in _batches(boxes, lambda box: (volume(box[1]) * itemsize, 1), self._max_nbytes):
-            reason = self._tried(_load_chunks, self._reader, entry.fqn, batch, self._max_nbytes // itemsize or 1)
+            reason = self._tried(load_chunks, self._reader, entry.fqn, batch, self._max_nbytes // itemsize or 1)
             if reason:
                 break
             nbytes = min(sum(volume(box[1]) for box in batch) * itemsize, left)
@@ -230,7 +208,7 @@ class _Loader:
         """Call; return torch's reason if it fails, "" if it does not. Interrupts get through, errors do not."""
         self._reader.failure = None
         try:
-            with _quiet():
+            with quiet():
                 function(*args)
         except BaseException as error:
             from torch.distributed.checkpoint import CheckpointException
@@ -240,83 +218,8 @@ class _Loader:
             cause = next(iter(failures.values()))[0]
             if not isinstance(cause, Exception):
                 raise cause from None
-            return _one_line(self._reader.failure or cause)
+            return one_line(self._reader.failure or cause)
         return ""
-
-
-def _reader(root: str) -> Any:
-    """Return torch's reader of local files, made to read the metadata once and to remember what stopped it."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    class OnceReader(FileSystemReader):  # type: ignore[misc]
-        """Attributes: metadata, once it is read; failure, what the last read_data raised, if anything."""
-
-        metadata: Any = None
-        failure: BaseException | None = None
-
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            if self.metadata is None:
-                self.metadata = super().read_metadata(*args, **kwargs)
-            return self.metadata
-
-        def read_data(self, plan: Any, planner: Any) -> Any:
-            try:
-                return super().read_data(plan, planner)
-            except BaseException as error:
-                self.failure = error  # torch sends it through the group, which not every exception survives
-                raise
-
-    return OnceReader(root)
-
-
-def _load_chunks(reader: Any, fqn: str, chunks: Sequence[Box], max_elements: int) -> None:
-    """Load stored chunks of one tensor, each into memory of its own for as long as it is read.
-
-    Args:
-        reader: of the checkpoint.
-        fqn: name of the tensor.
-        chunks: boxes as the metadata has them, none empty.
-        max_elements: of a larger chunk the far corner is loaded: torch reads the chunk whole, and finds it there only
-            if all dimensions are as long as the metadata says.
-    """
-    import torch
-    from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, load
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    def chunk_of(box: Box) -> Any:
-        return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
-
-    class ChunkPlanner(DefaultLoadPlanner):  # type: ignore[misc]
-        """Plans with one stored chunk at a time, so that a plan costs what its chunks cost, not what all cost."""
-
-        def create_local_plan(self) -> Any:
-            record = self.metadata.state_dict_metadata[fqn]
-            items = []
-            for box in chunks:
-                stored = TensorStorageMetadata(record.properties, record.size, [chunk_of(box)])
-                wanted = [chunk_of(far_corner(box, max_elements))]
-                items += create_read_items_for_chunk_list(fqn, stored, wanted)
-            return LoadPlan(items)
-
-        def resolve_tensor(self, read_item: Any) -> Any:
-            dtype = self.metadata.state_dict_metadata[fqn].properties.dtype
-            return torch.empty(read_item.lengths, dtype=dtype)
-
-    planner = ChunkPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    load({}, storage_reader=reader, planner=planner)
-
-
-def far_corner(box: Box, max_elements: int) -> Box:
-    """Return the part of a box that ends where it ends and has at most `max_elements` (≥ 1) elements.
-
-    Whole rows are kept as far as they fit; a box that fits is returned whole.
-    """
-    kept: list[int] = []
-    for size in reversed(box[1]):
-        kept.insert(0, min(size, max_elements))
-        max_elements = max(max_elements // max(size, 1), 1)
-    return tuple(a + n - k for a, n, k in zip(*box, kept, strict=True)), tuple(kept)
 
 
 def _cost(entry: Entry) -> tuple[int, int]:
@@ -344,56 +247,3 @@ def _batches(values: Iterable[T], cost: Callable[[T], tuple[int, int]], max_nbyt
         n_reads += max(more_reads, 1)
     if batch:
         yield batch
-
-
-def _one_line(error: BaseException) -> str:
-    """Return an error's class and the first sentence of what it says."""
-    if type(error.__context__) is type(error):
-        error = error.__context__  # torch.load wraps why a pickle is refused in advice to load it without safety
-    line = next(filter(None, map(str.strip, str(error).splitlines())), "")
-    line = re.split(r"\.\s+(?=[A-Z])", line)[0]
-    text = f"{type(error).__name__}: {line}" if line else type(error).__name__
-    return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 1] + "…"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch's warnings, and what loaded code prints, from the user's terminal."""
-    with warnings.catch_warnings(), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
-def _one_rank_group() -> Iterator[None]:
-    """Form a gloo process group of this process alone, over a file and the loopback interface, and end it after."""
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        raise UnsupportedError("there is a process group already; load with torch in a process that has none")
-    # By itself gloo looks up the host's name, which may lead nowhere.
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), "")
-    with tempfile.TemporaryDirectory(prefix="dcptool-") as folder:
-        try:
-            with _quiet(), _environment("GLOO_SOCKET_IFNAME", loopback):
-                store = dist.FileStore(os.path.join(folder, "store"), 1)
-                dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        except Exception as error:
-            raise UnsupportedError(f"this torch cannot form a gloo process group: {_one_line(error)}") from error
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for a while."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before

@@ -25,7 +25,7 @@ ORDER = (
     "checks.extents checks.files checks.paths checks.copies checks.items checks names notes runs summary "
     "comparing.results comparing.arithmetic comparing.bands comparing.pool comparing.values comparing.graphs "
     "comparing.objects comparing.pairing comparing.outline comparing.live comparing moments stats activity verdict "
-    "torch_load "
+    "torch_reader torch_load "
     "verification pointers newest marking retention interval guards rewrite torch_engine rescuing.matching rescuing "
     "resharding.mesh resharding.assign resharding.rules resharding.plan resharding.group resharding.member "
     "resharding.supervisor resharding overview render.text columns report "

@@ -24,7 +24,8 @@ import dcptool  # noqa: E402
 from dcptool import torch_load  # noqa: E402
 from dcptool.errors import DcptoolError, StorageError, UnsupportedError  # noqa: E402
 from dcptool.findings import Severity  # noqa: E402
-from dcptool.torch_load import far_corner, load_with_torch  # noqa: E402
+from dcptool.torch_load import load_with_torch  # noqa: E402
+from dcptool.torch_reader import far_corner  # noqa: E402
 from tests.conftest import WHOLE, part  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
 
