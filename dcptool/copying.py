@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint import Checkpoint, TensorEntry
-from dcptool.errors import DcptoolError, LayoutError
+from dcptool.errors import DcptoolError
 from dcptool.fill import Piece, RecordCheck, crc32
 from dcptool.findings import Finding, Severity
 from dcptool.model import Fill, Literal, OutputFile, Record
@@ -161,6 +161,10 @@ def damaged_item(message: str, where: Where) -> Finding:
     )
 
 
+class _Stopped(Exception):
+    """Another writer has failed, whose error is the one that is raised."""
+
+
 class _Engine:
     def __init__(
         self, source: Checkpoint, target: Creator, threads: int, progress: Progress | None, shared: bool
@@ -238,7 +242,7 @@ class _Engine:
 
     def _write_step(self, step: Step, future: Future[memoryview] | None, partly_read: list[PartlyRead]) -> None:
         if self._stop.is_set():
-            raise LayoutError("stopped")
+            raise _Stopped
         if isinstance(step, Bytes):
             output, part = step
             output.write(part.data if isinstance(part, Literal) else part.make(output.crcs))

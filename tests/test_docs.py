@@ -62,9 +62,8 @@ def reference() -> str:
     parts = [
         "# Commands\n\nWhat `dcptool COMMAND --help` prints (written by `pytest tests/test_docs.py --update-golden`).\n"
     ]
-    parent = click.Context(
-        main, info_name="dcptool", **main.context_settings
-    )  # its names of the help option hold below
+    # With its parent: what the help option is called is inherited from there.
+    parent = click.Context(main, info_name="dcptool", **main.context_settings)
     for name, command in main.commands.items():
         context = click.Context(command, parent, name, terminal_width=100, max_content_width=100)
         parts.append(f"## dcptool {name}\n\n```text\n{command.get_help(context)}\n```\n")

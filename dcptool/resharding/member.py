@@ -115,6 +115,10 @@ class _Outcome(NamedTuple):
     made: tuple[str, ...] = ()
 
 
+class _Stopped(WorkerError):
+    """This member stopped because another one failed: what follows from the cause, never the cause."""
+
+
 class _Noted:
     """A storage for new files that remembers and tells which were made."""
 
@@ -240,7 +244,7 @@ def _write(group: Group, work: _Work, plan: Plan | None, options: ReshardOptions
 
     def told(nbytes: int) -> None:
         if group.failed.is_set():
-            raise WorkerError(STOPPED)
+            raise _Stopped("stopped, because another process failed")
         audience.progress(nbytes)
 
     def outcome(report: CopyReport | None = None, error: DcptoolError | None = None) -> _Outcome:
@@ -265,14 +269,11 @@ def _write(group: Group, work: _Work, plan: Plan | None, options: ReshardOptions
         return outcome(error=bug(group.rank, group.size, error))
 
 
-STOPPED = "stopped, because another process failed"
-
-
 def _require_written(plan: Plan, outcomes: list[_Outcome], options: ReshardOptions) -> None:
     """Raise what went wrong, the cause before what followed from it; check the records that several read parts of."""
     errors = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error]
     if errors:
-        rank, first = next((pair for pair in errors if str(pair[1]) != STOPPED), errors[0])
+        rank, first = next((pair for pair in errors if not isinstance(pair[1], _Stopped)), errors[0])
         where = f"rank {rank} of {len(outcomes)}: " if len(outcomes) > 1 and not isinstance(first, WorkerError) else ""
         raise type(first)(f"{where}{first}") if where else first
     reports = [outcome.report for outcome in outcomes if outcome.report]

@@ -18,7 +18,7 @@ from dcptool.guards import require_sound
 from dcptool.newest import find_latest
 from dcptool.resharding.assign import assign
 from dcptool.resharding.mesh import MAX_RANKS, parse_mesh, parse_placement
-from dcptool.resharding.rules import Rules, Target, like_ranks, mesh_hint
+from dcptool.resharding.rules import LayoutRules, WantedLayout, like_ranks, mesh_hint
 from dcptool.selection import Selection, select
 from dcptool.storage import is_url, locate
 from dcptool.summary import world_size
@@ -106,10 +106,10 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
     checkpoint = open_checkpoint(source, options.also)
     selection = select(checkpoint, options.keys, options.exclude)
     require_sound(checkpoint, selection, options.keys, options.exclude)
-    wanted = _target(options)
+    wanted = _wanted_layout(options)
     path = os.fspath(target) if target is not None else default_target(checkpoint.path, wanted.n_ranks)
     _require_common(selection, wanted)
-    rules = Rules(checkpoint, selection, wanted)
+    rules = LayoutRules(checkpoint, selection, wanted)
     arrangement = assign(rules.held(), wanted.n_ranks)
     layout = lay_out_dcp(checkpoint, selection, path, "reshard", arrangement)
     notes = (*told, *layout.notes, *_notes(checkpoint, selection, rules, wanted))
@@ -179,7 +179,7 @@ def options_problem(options: ReshardOptions) -> str:
     return ""
 
 
-def _target(options: ReshardOptions) -> Target:
+def _wanted_layout(options: ReshardOptions) -> WantedLayout:
     """Read what layout is wanted.
 
     Raises:
@@ -188,15 +188,15 @@ def _target(options: ReshardOptions) -> Target:
     problem = options_problem(options)
     if problem:
         raise LayoutError(problem)
-    found = Target(options.world_size or 0)
+    found = WantedLayout(options.world_size or 0)
     if options.mesh is not None:
         mesh = parse_mesh(options.mesh)
-        found = Target(mesh.n_ranks, mesh, tuple(parse_placement(text, mesh) for text in options.placements))
+        found = WantedLayout(mesh.n_ranks, mesh, tuple(parse_placement(text, mesh) for text in options.placements))
     elif options.like is not None:
         like = open_checkpoint(options.like)
-        found = Target(like_ranks(like), like=like)
+        found = WantedLayout(like_ranks(like), like=like)
     elif options.files is not None:
-        found = Target(options.files, repack=True)
+        found = WantedLayout(options.files, repack=True)
     if options.world_size not in (None, found.n_ranks):
         raise LayoutError(
             f"--world-size {options.world_size} contradicts --like {options.like}, which {found.n_ranks} ranks saved"
@@ -204,13 +204,13 @@ def _target(options: ReshardOptions) -> Target:
     return found
 
 
-def _require_common(selection: Selection, target: Target) -> None:
+def _require_common(selection: Selection, wanted: WantedLayout) -> None:
     """Refuse a layout that says nothing of what is selected, or nothing that a checkpoint may look like.
 
     Raises:
         LayoutError: `--like` has none of the entries, or its boxes of one leave a hole, overlap or lie outside.
     """
-    like = target.like
+    like = wanted.like
     if like is None:
         return
     names = [item.name for item in selection.in_order]
@@ -218,25 +218,25 @@ def _require_common(selection: Selection, target: Target) -> None:
         raise LayoutError(
             f"--like {like.path} has none of the entries, which are {_named(names)}; its own are {_named(list(like))}"
         )
-    wanted = set(names)
+    selected = set(names)
     wrong = [
         finding.message
         for finding in (*like.problems, *cover_problems(like))
-        if finding.severity is Severity.ERROR and finding.fqn in wanted
+        if finding.severity is Severity.ERROR and finding.fqn in selected
     ]
     if wrong:
         raise LayoutError(f"--like {like.path} is damaged, its layout is no model for another:\n{wrong[0]}")
 
 
-def _notes(checkpoint: Checkpoint, selection: Selection, rules: Rules, target: Target) -> list[str]:
+def _notes(checkpoint: Checkpoint, selection: Selection, rules: LayoutRules, wanted: WantedLayout) -> list[str]:
     notes = []
     names = [item.name for item in selection.tensors]
-    for placement in target.placements:
+    for placement in wanted.placements:
         if not any(map(placement.matches, names)):
             notes.append(f"--placement {placement.glob!r} matches no tensor; names are such as {_named(names)}")
     if rules.kept:
-        hint = mesh_hint(rules.kept, target.n_ranks)
-        how = f"; {hint} would cut them as a job of {target.n_ranks} ranks does" if hint else ""
+        hint = mesh_hint(rules.kept, wanted.n_ranks)
+        how = f"; {hint} would cut them as a job of {wanted.n_ranks} ranks does" if hint else ""
         shown = _named(list(rules.kept))
         words = next(iter(rules.kept.values()))
         notes.append(f"{_tensors(len(rules.kept))} keep their boxes ({shown}: {words}), spread over the ranks{how}")
@@ -245,11 +245,11 @@ def _notes(checkpoint: Checkpoint, selection: Selection, rules: Rules, target: T
             f"{_tensors(len(rules.unplaced))} match no --placement and are sharded by their stored boxes: "
             f"{_named(rules.unplaced)}"
         )
-    if target.like is not None:
-        lacking = [item.name for item in selection.in_order if item.name not in target.like]
+    if wanted.like is not None:
+        lacking = [item.name for item in selection.in_order if item.name not in wanted.like]
         if lacking:
-            notes.append(f"{target.like.path} lacks {len(lacking):,} entries, laid out by default: {_named(lacking)}")
-    return notes + _per_rank_notes(checkpoint, selection, target.n_ranks)
+            notes.append(f"{wanted.like.path} lacks {len(lacking):,} entries, laid out by default: {_named(lacking)}")
+    return notes + _per_rank_notes(checkpoint, selection, wanted.n_ranks)
 
 
 def _per_rank_notes(checkpoint: Checkpoint, selection: Selection, n_ranks: int) -> list[str]:

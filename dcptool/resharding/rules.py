@@ -24,7 +24,7 @@ from dcptool.summary import is_stacked, world_size
 MAX_LISTED = 10
 
 
-class Target(NamedTuple):
+class WantedLayout(NamedTuple):
     """The layout that is wanted.
 
     Attributes:
@@ -42,16 +42,16 @@ class Target(NamedTuple):
     repack: bool = False
 
 
-class Rules:
-    """Applies a target to the entries of one selection, and remembers what is worth telling."""
+class LayoutRules:
+    """Applies a wanted layout to the entries of one selection, and remembers what is worth telling."""
 
-    def __init__(self, source: Checkpoint, selection: Selection, target: Target) -> None:
-        self._source, self._selection, self._target = source, selection, target
-        self._n_ranks = target.n_ranks
-        self._everywhere = range(target.n_ranks)
+    def __init__(self, source: Checkpoint, selection: Selection, wanted: WantedLayout) -> None:
+        self._source, self._selection, self._wanted = source, selection, wanted
+        self._n_ranks = wanted.n_ranks
+        self._everywhere = range(wanted.n_ranks)
         self._source_ranks = world_size(source) or 1
         self._alike: dict[tuple[object, ...], Sequence[Share]] = {}
-        self._followed = _Parameters(selection, target.placements)
+        self._followed = _Parameters(selection, wanted.placements)
         self.kept: dict[str, str] = {}
         """Tensors whose boxes are kept for want of a rule: name → layout."""
         self.unplaced: list[str] = []
@@ -64,9 +64,9 @@ class Rules:
             LayoutError: what is wanted cannot be done; names the tensor.
         """
         items = self._selection.in_order
-        if self._target.repack:
+        if self._wanted.repack:
             return _repacked(items, self._n_ranks)
-        like = self._target.like
+        like = self._wanted.like
         if like is not None:
             order = {fqn: index for index, fqn in enumerate(like)}
             items = tuple(sorted(items, key=lambda item: order.get(item.name, len(order))))
@@ -74,7 +74,7 @@ class Rules:
         return [self._held(item) for item in items]
 
     def _held(self, item: SelectedTensor | SelectedObject) -> Held:
-        like = self._target.like
+        like = self._wanted.like
         if like is not None and item.name in like:
             return _as_in(like, item)
         if isinstance(item, SelectedObject):
@@ -84,9 +84,9 @@ class Rules:
         if not shape:
             return Held(item.name, weight, [Share(((), ()), self._everywhere)])
         placement = self._followed.placement(item)
-        if placement is not None and self._target.mesh:
-            return Held(item.name, weight, self._on_mesh(item.name, shape, self._target.mesh, placement))
-        if self._target.placements:
+        if placement is not None and self._wanted.mesh:
+            return Held(item.name, weight, self._on_mesh(item.name, shape, self._wanted.mesh, placement))
+        if self._wanted.placements:
             self.unplaced.append(item.name)
         dim = self._sharded_dim(item)
         if dim is None:
