@@ -1,4 +1,4 @@
-"""README shows what the tool really does: every console block is run, every Python block works, help is documented."""
+"""README and docs show what the tool really does: console and Python blocks are run, options are documented."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 from tests.conftest import ROOT
 
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```console\n\$ (.*?)\n(.*?)```", README, re.DOTALL)
+PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+EVERY = "\n".join((README, *PAGES.values()))
+BLOCKS = sorted(set(re.findall(r"```console\n\$ (.*?)\n(.*?)```", EVERY, re.DOTALL)))
 
 
 @pytest.mark.parametrize(("command", "output"), BLOCKS, ids=[command for command, _ in BLOCKS])
@@ -37,7 +39,7 @@ def without_ages(text):
 
 
 def test_python_blocks_run():
-    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+    for block in sorted(set(re.findall(r"```python\n(.*?)```", EVERY, re.DOTALL))):
         subprocess.run([sys.executable, "-c", block], cwd=ROOT, check=True, capture_output=True)
 
 
@@ -46,11 +48,27 @@ def test_every_option_is_documented():
     from dcptool.cli import main
 
     for name, command in main.commands.items():
-        assert f"## dcptool {name}" in README
+        section = README.partition(f"\n## dcptool {name}\n")[2].partition("\n## ")[0]
+        page = re.search(r"\]\(docs/(\w+)\.md(?:#[\w-]+)?\)", section)
+        assert page, f"README has no section on {name} that leads to its page"
         for parameter in command.params:
             for option in parameter.opts:
                 if option.startswith("--"):
-                    assert f"`{option}" in README, option
+                    assert f"`{option}" in PAGES[page[1]], option
+
+
+@pytest.mark.torchfree
+def test_links_between_the_pages_lead_somewhere():
+    for folder, text in ((ROOT, README), *((ROOT / "docs", page) for page in PAGES.values())):
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if "://" in link:
+                continue
+            path, _, anchor = link.partition("#")
+            target = (folder / path).resolve() if path else None
+            assert target is None or target.exists(), link
+            if anchor:
+                headings = re.findall(r"(?m)^#+ (.+)$", (target.read_text() if target else text).lower())
+                assert anchor in {re.sub(r"[^\w -]", "", heading).replace(" ", "-") for heading in headings}, link
 
 
 def test_completion_works():
