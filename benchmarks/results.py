@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import re
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -127,3 +128,9 @@ def how(results: Sequence[Result]) -> str:
     runs = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return f"{'; '.join(machines)}; {when}; medians of {runs} runs"
+
+
+def put(text: str, results: Sequence[Result]) -> str:
+    """Return a text with its table of results, and what says how they were measured, replaced by these."""
+    table = re.compile(r"\| work \|.*?\n\n[^\n]*processors[^\n]*\n", re.DOTALL)
+    return table.sub(lambda _: f"{markdown(results)}\n{how(results)}.\n", text, count=1)

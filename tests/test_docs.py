@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
+from benchmarks.results import how, load, markdown, put
+from benchmarks.rows import MAIN
 from tests.conftest import ROOT
 
 ROW = re.compile(r"\| (R\d\d) \| (.+?) \| (.+) \|")
@@ -75,3 +77,14 @@ def test_the_command_reference_is_what_help_prints(pytestconfig):
     if pytestconfig.getoption("--update-golden"):
         path.write_text(reference())
     assert path.read_text() == reference()
+
+
+def test_the_tables_of_speed_are_what_was_measured(pytestconfig):
+    results = load(ROOT / "docs" / "speed.json")
+    shown = [result for result in results if result.row in MAIN and result.medium == "disk"]
+    assert [result.row for result in shown] == list(MAIN)
+    for path, chosen in ((ROOT / "README.md", shown), (ROOT / "docs" / "speed.md", results)):
+        if pytestconfig.getoption("--update-golden"):
+            path.write_text(put(path.read_text(), chosen))
+        assert markdown(chosen) in path.read_text()
+        assert how(chosen) in path.read_text()
