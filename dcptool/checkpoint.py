@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dcptool import dtypes
@@ -13,12 +14,15 @@ from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedErro
 from dcptool.fill import fill, numpy_empty
 from dcptool.findings import Finding
 from dcptool.model import Chunk, Examined, Extent, Ints, Payload, Record
-from dcptool.regions import Box, first_gap, intersect, volume
+from dcptool.regions import Box, first_gap, index_in, intersect, volume
 from dcptool.storage import Storage, join
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+MAX_COMPARED = 10_000
+"""Names that a misspelt one is compared with."""
 
 
 class TensorEntry(NamedTuple):
@@ -199,12 +203,10 @@ class Checkpoint(Mapping[str, Entry]):
                     "what the checkpoint does not hold cannot be read"
                 )
         out = self._named(entry, None, numpy_empty, region[1], entry.dtype)
-        for chunk, (start, shape) in parts:
+        for chunk, common in parts:
             payload = self.payload(entry, chunk)
-            there = [slice(a - b, a - b + n) for a, b, n in zip(start, region[0], shape, strict=True)]
-            box = (*there, ...)  # the ellipsis keeps zero dimensions an array
-            here = tuple(a - b for a, b in zip(start, chunk.offsets, strict=True))
-            self._named(entry, chunk, fill, payload, self.source.read_into, here, out[box])
+            here = tuple(a - b for a, b in zip(common[0], chunk.offsets, strict=True))
+            self._named(entry, chunk, fill, payload, self.source.read_into, here, out[index_in(region, common)])
         result: np.ndarray[Any, Any] = out
         return result
 
@@ -242,7 +244,7 @@ class Checkpoint(Mapping[str, Entry]):
         if isinstance(entry, TensorEntry):
             raise LayoutError(f"{self.path}: {fqn!r} is a tensor, not an object; use read()")
         if entry is None:
-            raise LayoutError(f"{self.path} has no object {fqn!r}{self._similar(fqn)}")
+            raise LayoutError(f"{self.path} has no object {fqn!r}{did_you_mean(fqn, self.entries)}")
         return self._named(entry, None, self.source.value, entry)
 
     def payload(self, entry: TensorEntry, chunk: Chunk) -> Payload:
@@ -266,13 +268,7 @@ class Checkpoint(Mapping[str, Entry]):
             return entry
         if entry is not None:
             raise LayoutError(f"{self.path}: {fqn!r} is an object, not a tensor; use value()")
-        raise LayoutError(f"{self.path} has no tensor {fqn!r}{self._similar(fqn)}")
-
-    def _similar(self, fqn: str) -> str:
-        import difflib
-
-        close = difflib.get_close_matches(fqn, list(self.entries)[:5000], 1)
-        return f"; did you mean {close[0]!r}?" if close else ""
+        raise LayoutError(f"{self.path} has no tensor {fqn!r}{did_you_mean(fqn, self.entries)}")
 
     def _region(self, entry: TensorEntry, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> Box:
         shape = entry.shape
@@ -319,3 +315,15 @@ def require_box(payload: Payload, entry: TensorEntry, chunk: Chunk) -> None:
             f"it should be {entry.dtype} {list(chunk.sizes)}, stored is {payload.dtype} {list(payload.shape)}; "
             "metadata and data are not of the same save"
         )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message on a name that is not there: the known one most like it; "" if none is.
+
+    >>> did_you_mean("modle", ["model", "optim"]), did_you_mean("modle", ["optim"])
+    ("; did you mean 'model'?", '')
+    """
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, list(islice(known, MAX_COMPARED)), 1)
+    return f"; did you mean {close[0]!r}?" if close else ""

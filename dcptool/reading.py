@@ -16,7 +16,7 @@ from dcptool.checkpoint import Checkpoint, Entry, TensorEntry, require_box
 from dcptool.errors import DcptoolError, LayoutError
 from dcptool.fill import RecordCheck, fill
 from dcptool.model import Chunk, Fill, Payload, Record
-from dcptool.regions import Box, bounding, intersect, volume
+from dcptool.regions import Box, bounding, index_in, intersect, volume
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,7 +117,7 @@ class TensorReader:
                 continue
             covered += volume(common[1])
             here = tuple(a - b for a, b in zip(common[0], chunk.offsets, strict=True))
-            part = array[inside(box, common)]
+            part = array[index_in(box, common)]
             try:
                 payload, check = self._payload(index, chunk)
                 fill(payload, self._source.source.read_into, here, part, check.update)
@@ -138,12 +138,6 @@ class TensorReader:
         require_box(payload, self.entry, chunk)
         with self._lock:
             return self._payloads.setdefault(index, (payload, RecordCheck(payload.record)))
-
-
-def inside(outer: Box, inner: Box) -> Any:
-    """Return the index of a box in an array that holds another one around it; the ellipsis keeps 0-d an array."""
-    starts = zip(inner[0], outer[0], inner[1], strict=True)
-    return (*(slice(a - b, a - b + n) for a, b, n in starts), ...)
 
 
 def _common(box: Box, part: Box) -> Box | None:

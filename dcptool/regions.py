@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from math import prod
 from operator import add, sub
+from typing import Any
 
 from dcptool.model import Ints
 
@@ -64,6 +65,12 @@ def span(sizes: Ints, strides: Ints) -> int:
     if 0 in sizes:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def index_in(outer: Box, inner: Box) -> Any:
+    """Return the index of a box in an array that holds another one around it; the ellipsis keeps 0-d an array."""
+    starts = zip(inner[0], outer[0], inner[1], strict=True)
+    return (*(slice(a - b, a - b + n) for a, b, n in starts), ...)
 
 
 def first_gap(region: Box, boxes: Sequence[Box]) -> Box | None:

@@ -12,7 +12,8 @@ from dcptool import dtypes
 from dcptool.errors import LayoutError
 from dcptool.fill import RecordCheck
 from dcptool.model import Closing, Fill, Literal, OutputFile, Part, Record, Verbatim
-from dcptool.reading import BAND_NBYTES, Band, TensorReader, Where, inside
+from dcptool.reading import BAND_NBYTES, Band, TensorReader, Where
+from dcptool.regions import index_in
 from dcptool.storage import Sink
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class Share(NamedTuple):
             return
         array = _elements(data, self.source)
         for index, common in takers:
-            yield self.outputs[index], _bytes_of(array[inside(box, common)])
+            yield self.outputs[index], _bytes_of(array[index_in(box, common)])
 
 
 class End(NamedTuple):

@@ -6,12 +6,12 @@ Names change in this order: select, strip, add, rename.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from dcptool import dtypes
-from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry
+from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry, did_you_mean
 from dcptool.errors import LayoutError
 from dcptool.regions import volume
 
@@ -19,7 +19,6 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "
 """Parts that torch.compile, activation checkpointing, FSDP1, DeepSpeed and DDP put into names."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 MAX_LISTED = 12
-MAX_COMPARED = 10_000
 
 
 class Renaming(NamedTuple):
@@ -120,7 +119,7 @@ def select(
         changed = renaming.clean_names or renaming.strip_prefix or renaming.add_prefix
         when = ", after prefixes were taken off and added" if changed else ""
         raise LayoutError(
-            f"--rename {missing[0]}=…: no selected entry has this name{when}{_similar(missing[0], affixed)}"
+            f"--rename {missing[0]}=…: no selected entry has this name{when}{did_you_mean(missing[0], affixed)}"
         )
     twice = [old for old, count in Counter(old for old, _ in renaming.rename).items() if count > 1]
     if twice:
@@ -156,13 +155,6 @@ def _prefix_notes(chosen: Sequence[str], renaming: Renaming) -> tuple[str, ...]:
         return ()
     few = f"{len(without):,} of {len(names):,}" if len(without) < len(names) else f"all {len(names):,}"
     return (f"{few} names do not begin with {renaming.strip_prefix!r} and are kept, such as {without[0]!r}",)
-
-
-def _similar(name: str, names: Iterable[str]) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, list(names)[:MAX_COMPARED], 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def globs(given: str | Sequence[str]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, TensorEntry
 from dcptool.checks.items import Progress
 from dcptool.comparing.pool import Pool
+from dcptool.copying import damaged_item
 from dcptool.cover import cover
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
 from dcptool.findings import Finding, Severity
@@ -287,25 +288,12 @@ def _measured(dtype: str) -> str:
 
 
 def _finding(checkpoint: Checkpoint, message: str, where: Where, unsupported: bool, n_more: int) -> Finding:
-    fqn, chunk, _ = where
+    fqn = where[0]
     if unsupported:
         return Finding("not-computed", Severity.NOTE, f"no statistics of {fqn!r}: {message}", fqn=fqn)
-    item = chunk.item if chunk else None
-    span = (item.byte_offset, item.byte_offset + item.nbytes) if item else None
-    place = f"{item.file}, bytes {span[0]:,}–{span[1]:,}: " if item and span else ""
-    at = f" chunk at {list(chunk.offsets)}" if chunk and chunk.offsets else ""
     more = f" (and {n_more:,} more such chunks of it)" if n_more else ""
-    return Finding(
-        "unreadable",
-        Severity.ERROR,
-        f"{place}{fqn!r}{at}: {message}{more}",
-        item.file if item else None,
-        fqn,
-        chunk.offsets if chunk else None,
-        chunk.sizes if chunk else None,
-        span,
-        f"dcptool verify --deep {checkpoint.path}",
-    )
+    found = damaged_item(message + more, where)
+    return found._replace(kind="unreadable", next_step=f"dcptool verify --deep {checkpoint.path}")
 
 
 def _pointed_out(tensors: Sequence[TensorStats]) -> list[Finding]:

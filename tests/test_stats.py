@@ -260,7 +260,7 @@ def test_a_damaged_tensor_is_named_and_the_rest_goes_on(tmp_path):
     assert all(tensor == whole[tensor.fqn] for tensor in report.tensors if not tensor.problem)
     done = run("inspect", "--stats", folder)
     assert done.returncode == 1
-    assert "'model.emb.weight' chunk at [20, 0]" in done.stdout
+    assert "'model.emb.weight' at [20, 0]" in done.stdout
     assert "damaged" in done.stdout.splitlines()[2]
 
 

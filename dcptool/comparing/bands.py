@@ -21,8 +21,8 @@ from dcptool.errors import DcptoolError, ItemError
 from dcptool.fill import fill
 from dcptool.findings import Finding, Severity
 from dcptool.model import Chunk, Ints, Payload, Record
-from dcptool.reading import check_whole, cut_box, inside
-from dcptool.regions import Box, first_gap, intersect, volume
+from dcptool.reading import check_whole, cut_box
+from dcptool.regions import Box, first_gap, index_in, intersect, volume
 
 if TYPE_CHECKING:
     import numpy as np
@@ -165,7 +165,7 @@ class SideReader:
         for found, common in self._parts(band, index):
             chunk = self.entry.chunks[found]
             here = tuple(a - b for a, b in zip(common[0], chunk.offsets, strict=True))
-            part = out[inside((band.offsets, band.sizes), common)]
+            part = out[index_in((band.offsets, band.sizes), common)]
             with unreadable(self.access, self.entry, chunk), self._lock(chunk):
                 # Checksums are looked at where values differ, see `require_undamaged`: equal bytes need none.
                 fill(self._payload(found, chunk), self.access.checkpoint.source.read_into, here, part, _ignore)

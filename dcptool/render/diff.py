@@ -65,7 +65,7 @@ def verdict(report: DiffReport) -> str:
         return f"equal: {same}{left_out}"
     found = _found(report)
     if not found:
-        return f"not readable: {_entries(_n_unreadable(report))}; nothing else differs"
+        return f"not readable: {plural(_n_unreadable(report), 'entry')}; nothing else differs"
     if report.unreadable:
         found.append(f"{_n_unreadable(report):,} not readable")
     rest = "; all values equal" if report.values_compared and report.alignment and len(found) == 1 else ""
@@ -94,7 +94,7 @@ def _found(report: DiffReport) -> list[str]:
     """Return what differs, counted."""
     by_kind = {kind: {d.fqn_a for d in report.differences if d.kind == kind} for kind in ("object", "kind", "layout")}
     tensors = {difference.fqn_a for difference in report.differences if difference.kind in _OF_TENSORS}
-    found = [f"names of {_entries(report.alignment.n_aligned)}"] if report.alignment else []
+    found = [f"names of {plural(report.alignment.n_aligned, 'entry')}"] if report.alignment else []
     for names, noun in (
         (tensors, "tensor"),
         (by_kind["object"], "object"),
@@ -106,10 +106,6 @@ def _found(report: DiffReport) -> list[str]:
         count = sum(not entry.excused for entry in entries)
         found += [f"{plural(count, 'key')} only in {letter}"] if count else []
     return found
-
-
-def _entries(count: int) -> str:
-    return "1 entry" if count == 1 else f"{count:,} entries"
 
 
 def _side_line(letter: str, side: Side) -> str:
@@ -127,7 +123,7 @@ def _alignment_text(alignment: Alignment) -> str:
             rules.append(f"without the prefix {shown(prefix)!r} of {letter}")
             options.append(f"--strip-prefix-{letter.lower()} {shown(prefix)}")
     hint = f"\n  If that is meant: {' '.join(options)}" if options and not alignment.wrappers else ""
-    return f"names of {_entries(alignment.n_aligned)} were compared {' and '.join(rules)}{hint}"
+    return f"names of {plural(alignment.n_aligned, 'entry')} were compared {' and '.join(rules)}{hint}"
 
 
 def _lone_blocks(report: DiffReport) -> list[str]:
@@ -154,7 +150,9 @@ def _topic_lines(letter: str, entries: Sequence[Lone]) -> list[str]:
         lines.append(f"optimizer hyper-parameters only in {letter}: {_listed(counted)}")
     extra = sum(entry.topic == EXTRA_STATE for entry in entries)
     if extra:
-        lines.append(f"_extra_state only in {letter}: {_entries(extra)} (--exclude '*_extra_state*' leaves them out)")
+        lines.append(
+            f"_extra_state only in {letter}: {plural(extra, 'entry')} (--exclude '*_extra_state*' leaves them out)"
+        )
     return lines
 
 
@@ -190,7 +188,7 @@ def _renames_text(renames: Sequence[Rename]) -> str:
     for name, group in rows:
         other = _folded(group, lambda pair: pair.fqn_b, lambda pair: None, most=1)[0][0]
         lines.append(f"  {name} → {other}{_times(group)}{says[group[0].equal]}")
-    return "\n".join([f"probably renamed: {_entries(len(renames))}", *_cut(lines, len(rows), "  ")])
+    return "\n".join([f"probably renamed: {plural(len(renames), 'entry')}", *_cut(lines, len(rows), "  ")])
 
 
 def _folded(

@@ -90,7 +90,6 @@ def _checkpoint_text(checkpoint: CheckpointSummary, is_read: bool) -> str:
     n_files = sum(file.nbytes is not None for file in checkpoint.files)
     n_shown = len(checkpoint.tensors) + len(checkpoint.objects)
     selected = "" if n_shown == checkpoint.n_entries else f" (selected from {plural(checkpoint.n_entries, 'entry')})"
-    selected = selected.replace("entrys", "entries")
     facts = [
         ["format", shown(checkpoint.flavour) + evidence],
         ["state", checkpoint.state + _state_hint(checkpoint, is_read)],

@@ -37,9 +37,10 @@ def nbytes(count: int) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: `1 file`, `2,000 files`."""
-    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
-    return f"{count:,} {noun}{ending}"
+    """Return a count with its noun: `1 file`, `2,000 files`, `2 entries`."""
+    if count != 1:
+        noun = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count:,} {noun}"
 
 
 MIN_NAME_WIDTH = 40

@@ -116,7 +116,7 @@ def finding_lines(findings: Iterable[Finding], indent: str = "  ") -> list[str]:
         if rest:
             files, names = ({getattr(finding, field) for finding in rest} - {None} for field in ("file", "fqn"))
             where = f", in {plural(len(files), 'file')}" if files else ""
-            where += f", of {plural(len(names), 'entry')}".replace("entrys", "entries") if names else ""
+            where += f", of {plural(len(names), 'entry')}" if names else ""
             lines.append(f"{indent}  … and {len(rest):,} more like these{where}")
         steps = dict.fromkeys(finding.next_step for finding in members if finding.next_step)
         lines += [f"{indent}  {_indented(step, indent)}" for step in steps]

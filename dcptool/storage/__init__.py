@@ -147,16 +147,16 @@ def _locate_url(url: str) -> Location:
 
 def _similar(path: str) -> str:
     """Return what to say about a missing path: the part of it that exists, and a name there that is like it."""
-    parent, _, name = path.rstrip("/").rpartition("/")
-    parent = parent or ("/" if path.startswith("/") else ".")
-    if not os.path.isdir(parent):
-        while parent and not os.path.isdir(parent):
-            parent = os.path.dirname(parent)
-        return f"; {parent} exists" if parent not in ("", "/") else ""
+    folder, _, name = path.rstrip("/").rpartition("/")
+    folder = folder or ("/" if path.startswith("/") else ".")
+    if not os.path.isdir(folder):
+        while folder and not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        return f"; {folder} exists" if folder not in ("", "/") else ""
     import difflib
 
     try:
-        close = difflib.get_close_matches(name, os.listdir(parent), 1)
+        close = difflib.get_close_matches(name, os.listdir(folder), 1)
     except OSError:
         close = []
-    return f"; did you mean {join(parent, close[0])}?" if close else ""
+    return f"; did you mean {join(folder, close[0])}?" if close else ""
