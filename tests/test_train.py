@@ -44,11 +44,16 @@ class Lives(NamedTuple):
 
 def start(run_dir, ranks, *options, restarts=0):
     """Start the job under torchrun."""
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", str(restarts),
-        "--nproc-per-node", str(ranks), str(ROOT / "fixtures" / "train.py"), "--run-dir", str(run_dir),
-        "--hidden", "16", *options,
-    ]  # fmt: skip
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", restarts, "--nproc-per-node", ranks]
+    return python(*launcher, ROOT / "fixtures" / "train.py", *arguments(run_dir, *options))
+
+
+def arguments(run_dir, *options) -> list[str]:
+    return ["--run-dir", str(run_dir), "--hidden", "16", *options]
+
+
+def python(*command):
+    """Start a process that can import dcptool."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -56,14 +61,8 @@ def start(run_dir, ranks, *options, restarts=0):
         # Else a restarted rank may read where a rank of the life before listened (pytorch issue 135712).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    command = [sys.executable, *map(str, command)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def train(run_dir, ranks, *options, killed=False, restarts=0) -> list[Life]:
-    """Start the job, wait for its end, and return its lives."""
-    stdout, stderr = start(run_dir, ranks, *options, restarts=restarts).communicate(timeout=280)
-    assert ("SIGKILL" in stderr or "exitcode: -9" in stderr) == killed, stderr[-3000:]
-    return lives_in(stdout)
 
 
 def lives_in(stdout: str) -> list[Life]:
@@ -76,27 +75,39 @@ def lives_in(stdout: str) -> list[Life]:
 
 
 @pytest.fixture(scope="module")
-def lived(tmp_path_factory) -> Lives:
-    """A run on 4 ranks that are killed in the middle of saving step 4, 3 of which one is killed saving 6, 2, and 4.
+def launched(tmp_path_factory) -> tuple[Life, Lives]:
+    """A reference, the same training on 2 ranks without a checkpoint and without dcptool; then the lives of one run.
 
-    After both kills whole are step 2, by 4 ranks, and step 3, by 3. Of step 6 rank 1's file is cut; the others may have
-    finished their own.
+    4 ranks are killed in the middle of saving step 4, of 3 one is killed saving 6; then there are 2, and 4. After both
+    kills whole are step 2, by 4 ranks, and step 3, by 3. Of step 6 rank 1's file is cut; the others may have finished
+    their own.
     """
     folder = tmp_path_factory.mktemp("train") / "run"
-    lives = train(folder, 4, "--steps", "4", "--save-every", "2", "--sync", "--die", "save:4", killed=True)
-    lives += train(folder, 3, "--steps", "6", "--save-every", "3", "--sync", "--die", "save:6:1", killed=True)
-    killed = Path(shutil.copytree(folder, folder.with_name("killed")))
-    lives += train(folder, 2, "--steps", "5", "--save-every", "5")
-    lives += train(folder, 4, "--steps", "8", "--save-every", "2")
-    return Lives(folder, killed, lives)
+    killed = folder.with_name("killed")
+    lives = [
+        (2, arguments("nowhere", "--steps", "11", "--reference")),
+        (4, arguments(folder, "--steps", "4", "--save-every", "2", "--sync", "--die", "save:4")),
+        (3, arguments(folder, "--steps", "6", "--save-every", "3", "--sync", "--die", "save:6:1")),
+        (str(folder), str(killed)),
+        (2, arguments(folder, "--steps", "5", "--save-every", "5")),
+        (4, arguments(folder, "--steps", "8", "--save-every", "2")),
+    ]
+    stdout, stderr = python(ROOT / "tests" / "launches.py", json.dumps(lives)).communicate(timeout=280)
+    parts = re.split(r"^launch\n", stdout, flags=re.MULTILINE)[1:]
+    assert [part.endswith("failed -9\n") for part in parts] == [False, True, True, False, False], stderr[-3000:]
+    assert "dcptool is imported: False" in parts[0]
+    reference, *found = (lives_in(part)[0] for part in parts)
+    return reference, Lives(folder, killed, found)
 
 
 @pytest.fixture(scope="module")
-def reference() -> Life:
-    """The same training on 2 ranks without a checkpoint, and without dcptool."""
-    life = train("nowhere", 2, "--steps", "11", "--reference")[0]
-    assert "dcptool is imported: False" in life.lines
-    return life
+def reference(launched) -> Life:
+    return launched[0]
+
+
+@pytest.fixture(scope="module")
+def lived(launched) -> Lives:
+    return launched[1]
 
 
 @pytest.fixture
@@ -162,7 +173,9 @@ def test_killed_and_restarted_by_torchrun_bit_for_bit(tmp_path, reference):
     """SIGKILL after a step, in the middle of an upload in the background, and of one rank only in one."""
     kills = ("--die", "step:5", "--die", "save:8", "--die", "save:10:1")
     options = ("--steps", "11", "--save-every", "2")
-    lives = train(tmp_path / "run", 2, *options, *kills, killed=True, restarts=3)
+    stdout, stderr = start(tmp_path / "run", 2, *options, *kills, restarts=3).communicate(timeout=280)
+    assert "SIGKILL" in stderr or "exitcode: -9" in stderr, stderr[-3000:]
+    lives = lives_in(stdout)
     assert len(lives) == 4
     for life, after in itertools.pairwise(lives):
         last_marked = int(after.lines[0].split()[-1])
