@@ -67,11 +67,13 @@ class CopyReport(NamedTuple):
         nbytes: written to all files.
         failures: what of the source was found damaged on the way; zeros stand in its place.
         partly_read: records that are still to be checked, with `settle`; empty unless others share them.
+        unproven: fqns of tensors with values that are stored without a checksum.
     """
 
     nbytes: int
     failures: tuple[Finding, ...]
     partly_read: tuple[PartlyRead, ...] = ()
+    unproven: frozenset[str] = frozenset()
 
 
 def copy(
@@ -178,6 +180,7 @@ class _Engine:
         self._indexes: dict[str, ChunkIndex] = {}
         self._failures: dict[tuple[Any, ...], Finding] = {}
         self._partly_read: list[PartlyRead] = []
+        self._unproven: set[str] = set()
         self._stop = threading.Event()
         self._order = {fqn: index for index, fqn in enumerate(source.entries)}
 
@@ -201,7 +204,8 @@ class _Engine:
                 writers.shutdown(cancel_futures=True)
                 raise
         written = sum(future.result() for future in done)
-        return CopyReport(written, tuple(self._failures.values()), tuple(self._partly_read))
+        failures, partly_read = tuple(self._failures.values()), tuple(self._partly_read)
+        return CopyReport(written, failures, partly_read, frozenset(self._unproven))
 
     def _write_group(self, files: Sequence[OutputFile]) -> int:
         outputs: list[Output] = []
@@ -296,7 +300,9 @@ class _Engine:
             return
         fqn = end.reader.entry.fqn
         for index, check in end.reader.checks():
-            if not check.is_whole():
+            if check.record.crc32 is None and check.record.nbytes:
+                self._unproven.add(fqn)
+            elif not check.is_whole():
                 partly_read.append(PartlyRead(fqn, index, check.record, tuple(check.pieces)))
             elif message := check.problem():
                 self._fail(message, (fqn, end.reader.entry.chunks[index], check.record))

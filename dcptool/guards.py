@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dcptool.checkpoint import Checkpoint
 from dcptool.checks import check, cover_problems
@@ -16,6 +16,7 @@ from dcptool.errors import ItemError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import open_checkpoint
 from dcptool.model import OutputFile
+from dcptool.notes import side_files
 from dcptool.publishing import Target, leftovers
 from dcptool.selection import Selection, selects
 
@@ -117,6 +118,28 @@ def require_equal(source: Checkpoint, written: Checkpoint, selection: Selection,
     wrong += [item.name for item, got in zip(objects, found, strict=True) if got.unequal or got.unreadable]
     if wrong:
         raise ItemError(f"the output differs from the source in {len(wrong):,} entries, the first {wrong[0]!r}")
+
+
+def source_notes(checkpoint: Checkpoint, selection: Selection, unproven: Collection[str] = ()) -> list[str]:
+    """Say what of a source is not in the output, and what of it could not be checked.
+
+    Args:
+        checkpoint: the source.
+        selection: what was taken of it.
+        unproven: fqns of tensors that are stored without checksums.
+    """
+    told = []
+    beside = side_files(checkpoint)
+    if beside:
+        told.append(f"not part of the output, copy it if it is needed: {', '.join(beside)}")
+    if unproven:
+        n_all = len(selection.tensors)
+        which = f"all {n_all:,}" if len(unproven) == n_all else f"{len(unproven):,} of {n_all:,}"
+        told.append(
+            f"{which} tensors are stored without checksums, such as {min(unproven)!r}: that their bytes are what was "
+            "saved is not proven"
+        )
+    return told
 
 
 def leftover_notes(path: str) -> list[str]:

@@ -143,6 +143,12 @@ def _is_unflattened(value: Any) -> bool:
 
 
 def _side_files(checkpoint: Checkpoint) -> Finding | None:
-    """R50: files of a framework that belong to the checkpoint but are not part of DCP."""
-    there = [f"{name} ({what})" for name, what in _SIDE_FILES.items() if name in checkpoint.files]
-    return note("side-files", f"beside it: {', '.join(there)}") if there and checkpoint.format == "dcp" else None
+    there = side_files(checkpoint)
+    return note("side-files", f"beside it: {', '.join(there)}") if there else None
+
+
+def side_files(checkpoint: Checkpoint) -> list[str]:
+    """Name files of a framework that belong to the checkpoint but are no part of DCP (R50), with what they hold."""
+    if checkpoint.format != "dcp":
+        return []
+    return [f"{name} ({what})" for name, what in _SIDE_FILES.items() if name in checkpoint.files]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from typing import NamedTuple
 
 from dcptool.checkpoint import Checkpoint, TensorEntry
@@ -13,7 +14,7 @@ from dcptool.errors import ItemError, UnsupportedError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.formats.layouts import is_one_file, lay_out
-from dcptool.guards import damaged, leftover_notes, require_equal, require_same, require_sound
+from dcptool.guards import damaged, leftover_notes, require_equal, require_same, require_sound, source_notes
 from dcptool.model import Extent
 from dcptool.publishing import prepare, require_place
 from dcptool.selection import AS_IS, Renaming, Selection, select, selects
@@ -145,6 +146,7 @@ def convert(
     every = (*layout.files, *layout.last)
     nbytes = sum(file.nbytes for file in every)
     threads = options.threads or default_threads()
+    unproven: Collection[str] = ()
     if dry_run:
         require_place(path, layout.is_file, nbytes, options.overwrite, sources)
     else:
@@ -153,6 +155,7 @@ def convert(
             report = copy(checkpoint, groups, place.storage, threads, progress)
             if report.failures:
                 raise ItemError(damaged(checkpoint, report.failures, LEAVES_OUT))
+            unproven = report.unproven
             for file in layout.last:
                 copy(checkpoint, [place.named([file])], place.storage, 1, progress)
             layout.validate(place.written)
@@ -177,6 +180,7 @@ def convert(
             *_unchecked_notes(selection, options),
             *selection.notes,
             *layout.notes,
+            *source_notes(checkpoint, selection, unproven),
             *leftover_notes(path),
         ),
         not dry_run,

@@ -378,6 +378,20 @@ class TestSafety:
         assert all(repr(f"row{index}") in str(error.value) for index in range(19))
         assert not (tmp_path / "other").exists()
 
+    @pytest.mark.parametrize(("name", "n_unproven"), [("w_nocrc", 8), ("w_safetensors", 7), ("w_zstd", 0)])
+    def test_what_has_no_checksums_is_copied_and_said(self, tmp_path, name, n_unproven):
+        for to, target in (("torch", "out.pt"), ("dcp", "out")):
+            notes = dcptool.convert(FOREIGN / name, tmp_path / target, to).notes
+            told = [note for note in notes if "without checksums" in note]
+            assert [note.partition(" tensors")[0] for note in told] == [f"all {n_unproven}"] * bool(n_unproven)
+
+    def test_files_beside_it_that_are_not_copied_are_named(self, tmp_path):
+        source = FOREIGN / "megatron_tp2" / "iter_0000010"
+        notes = dcptool.convert(source, tmp_path / "out", "dcp", dry_run=True).notes
+        assert [note for note in notes if note.startswith("not part of the output") and "common.pt (Megatron" in note]
+        notes = dcptool.convert(FOREIGN / "w_async", tmp_path / "out", "dcp", dry_run=True).notes
+        assert not [note for note in notes if note.startswith("not part of the output")]
+
     def test_skip_corrupt_leaves_out_and_says_so(self, tmp_path):
         folder = damage.copy(FOREIGN / "w_async", tmp_path / "c")
         checkpoint = dcptool.open(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +18,7 @@ from dcptool.errors import DcptoolError, ItemError, WorkerError
 from dcptool.findings import Finding
 from dcptool.formats.dcp.write import Arrangement, data_files
 from dcptool.formats.detect import open_checkpoint
-from dcptool.guards import damaged, leftover_notes, require_equal, require_same
+from dcptool.guards import damaged, leftover_notes, require_equal, require_same, source_notes
 from dcptool.model import OutputFile
 from dcptool.publishing import Target, prepare, require_place
 from dcptool.regions import Box
@@ -134,8 +135,15 @@ class _Noted:
         return sink
 
 
-def summarize_plan(plan: Plan, options: ReshardOptions, workers: int, seconds: float, published: bool) -> Resharded:
-    """Return a plan as a result."""
+def summarize_plan(
+    plan: Plan,
+    options: ReshardOptions,
+    workers: int,
+    seconds: float,
+    published: bool,
+    unproven: Collection[str] = (),
+) -> Resharded:
+    """Return a plan as a result; `unproven` are the tensors that were read and have no checksums."""
     threads = options.threads or 1
     return Resharded(
         plan.source.path,
@@ -149,7 +157,7 @@ def summarize_plan(plan: Plan, options: ReshardOptions, workers: int, seconds: f
         workers,
         memory_nbytes(1, threads),
         seconds,
-        (*plan.notes, *leftover_notes(plan.target)),
+        (*plan.notes, *source_notes(plan.source, plan.selection, unproven), *leftover_notes(plan.target)),
         published,
     )
 
@@ -204,7 +212,8 @@ def run_member(
                 _require_written(plan, outcomes, options)
                 _seal(plan, place, options, audience)
                 audience.published()
-                result = summarize_plan(plan, options, group.size, time.perf_counter() - began, True)
+                unproven = {fqn for found in outcomes if found.report for fqn in found.report.unproven}
+                result = summarize_plan(plan, options, group.size, time.perf_counter() - began, True, unproven)
             except DcptoolError as error:
                 result = error
             except Exception as error:
