@@ -36,9 +36,9 @@ from dcptool.cli import options
     help="torch: its own slow code, whole model in memory.",
 )
 @click.option("--trust", is_flag=True, help="With --engine torch: execute the pickles in SRC.")
-@click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
+@options.overwrite
 @click.option("--dry-run", is_flag=True, help="Print the plan, write nothing.")
-@click.option("--check", is_flag=True, help="Compare the output with the source before it gets its name.")
+@options.check
 @click.option("--skip-corrupt", is_flag=True, help="Check first, then leave damaged tensors out (exit 1).")
 @options.output
 def convert(
@@ -88,10 +88,8 @@ def convert(
         if problem:
             raise click.UsageError(problem)
         version = convert_with_torch(source, target, to, trust=trust, overwrite=overwrite)
-        if as_json and not quiet:
-            options.print_json({"schema": 1, "path": target, "torch": version})
-        elif not quiet:
-            click.echo(f"torch {version} wrote {shown(target)}")
+        document = {"schema": 1, "path": target, "torch": version}
+        options.answer(as_json, quiet, lambda: document, lambda: f"torch {version} wrote {shown(target)}")
         return 0
     renaming = Renaming(strip_prefix, add_prefix, rename, clean_names, dtype)
     chosen = ConvertOptions(
@@ -99,13 +97,8 @@ def convert(
     )
     with bar(quiet) as progress:
         done = convert_path(source, target, to, chosen, dry_run=dry_run, progress=progress)
-    if as_json and not quiet:
-        options.print_json(conversion_json(done))
-    elif not quiet:
-        notes, last = conversion_lines(done)
-        for line in notes:
-            click.echo(line, err=True)
-        click.echo(plan_text(done) if dry_run else last)
+    notes, last = conversion_lines(done)
+    options.answer(as_json, quiet, lambda: conversion_json(done), lambda: plan_text(done) if dry_run else last, notes)
     return 1 if done.corrupt else 0
 
 

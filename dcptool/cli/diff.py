@@ -48,8 +48,5 @@ def diff(
     chosen = DiffOptions(keys, exclude, strip_prefix_a, strip_prefix_b, rtol, atol, nan_equal, layout, threads)
     with bar(quiet) as progress:
         report = compare(a, b, chosen, progress=progress)
-    if as_json and not quiet:
-        options.print_json(diff_json(report))
-    elif not quiet:
-        click.echo(diff_text(report, options.width()))
+    options.answer(as_json, quiet, lambda: diff_json(report), lambda: diff_text(report, options.width()))
     return 0 if report.equal else 1

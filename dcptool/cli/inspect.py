@@ -46,8 +46,7 @@ def inspect(
     from dcptool.errors import DcptoolError
     from dcptool.overview import summarize
 
-    if threads and not stats:
-        raise click.UsageError("--threads is for --stats; nothing else here reads more than a little")
+    options.require_use_of_threads(threads, stats, "--stats")
     try:
         with bar(quiet or not stats) as progress:
             summary = summarize(

@@ -17,8 +17,9 @@ from dcptool.cli import options
     "--restart",
     type=options.Duration(),
     default="0s",
+    show_default=True,
     metavar="DURATION",
-    help="From a failure until training goes on.  [default: 0s]",
+    help="From a failure until training goes on.",
 )
 @click.option(
     "--interval",
@@ -49,6 +50,7 @@ def interval(
     """
     from dcptool.interval import optimal_interval, read_cadence
     from dcptool.render.interval import interval_json, interval_text
+    from dcptool.render.text import shown
 
     cadence = read_cadence(run_dir, marker) if run_dir is not None else None
     blocked = save if save is not None or cadence is None else cadence.save_seconds
@@ -70,14 +72,12 @@ def interval(
         intervals=intervals,
         cadence_seconds=cadence.interval_seconds if cadence else None,
     )
-    if as_json and not quiet:
-        options.print_json(interval_json(report, cadence))
-    elif not quiet:
-        if cadence and cadence.interval_seconds is None:
-            click.echo(
-                f"note: too few markers in {cadence.path} to tell how often it saves; --interval shows one", err=True
-            )
-        click.echo(interval_text(report, cadence))
+    notes = []
+    if cadence and cadence.interval_seconds is None:
+        notes.append(f"note: too few markers in {shown(cadence.path)} to tell how often it saves; --interval shows one")
+    options.answer(
+        as_json, quiet, lambda: interval_json(report, cadence), lambda: interval_text(report, cadence), notes
+    )
     return 0
 
 

@@ -19,18 +19,20 @@ def mark(path: str, checksums: bool, marker: str, threads: int | None, as_json: 
     The check is that of `verify --records`, with --checksums that of `verify --deep`. What does not pass is not marked
     (exit 3).
     """
+    import json
+
     from dcptool.cli.progress import bar
     from dcptool.marking import mark_complete
     from dcptool.render.text import nbytes, plural, shown
 
     with bar(quiet) as progress:
         marked = mark_complete(path, checksums=checksums, marker=marker, threads=threads, progress=progress)
-    if as_json and not quiet:
-        import json
-
-        options.print_json({"path": marked.path, **json.loads(marked.marker.document())})
-    elif not quiet:
-        files = marked.marker.files
-        what = f"{plural(len(files), 'file')}, {nbytes(sum(files.values()))}"
-        click.echo(f"marked {shown(marked.verdict.path)}: {shown(marked.path)} vouches for {what}")
+    files = marked.marker.files
+    what = f"{plural(len(files), 'file')}, {nbytes(sum(files.values()))}"
+    options.answer(
+        as_json,
+        quiet,
+        lambda: {"path": marked.path, **json.loads(marked.marker.document())},
+        lambda: f"marked {shown(marked.verdict.path)}: {shown(marked.path)} vouches for {what}",
+    )
     return 0

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from dcptool.checks import Level
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
+_keys = click.option(
+    "--keys", multiple=True, metavar="GLOB", help="Only entries whose whole name matches; * crosses dots. Repeatable."
+)
+_exclude = click.option(
+    "--exclude", multiple=True, metavar="GLOB", help="Leave out entries with these names. Repeatable."
+)
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON with a documented, numbered schema.")
+_quiet = click.option("--quiet", is_flag=True, help="Print nothing; the exit code is the answer.")
+
+
 def selection(command: Command) -> Command:
     """Add --keys and --exclude."""
-    command = click.option(
-        "--exclude", multiple=True, metavar="GLOB", help="Leave out entries with these names. Repeatable."
-    )(command)
-    return click.option(
-        "--keys",
-        multiple=True,
-        metavar="GLOB",
-        help="Only entries whose whole name matches; * crosses dots. Repeatable.",
-    )(command)
+    return _keys(_exclude(command))
 
 
 def output(command: Command) -> Command:
     """Add --json and --quiet."""
-    command = click.option("--quiet", is_flag=True, help="Print nothing; the exit code is the answer.")(command)
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON with a documented, numbered schema.")(
-        command
-    )
+    return _json(_quiet(command))
 
 
 class Duration(click.ParamType[float]):
@@ -49,18 +51,6 @@ class Duration(click.ParamType[float]):
         return seconds
 
 
-def marker(command: Command) -> Command:
-    """Add --marker."""
-    return click.option(
-        "--marker",
-        default="_COMPLETE",
-        show_default=True,
-        metavar="NAME",
-        callback=_marker_name,
-        help="Name of the marker file.",
-    )(command)
-
-
 def _marker_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     from dcptool.marker import name_problem
 
@@ -70,43 +60,33 @@ def _marker_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     return value
 
 
-def require_marker(command: Command) -> Command:
-    """Add --require-marker."""
-    return click.option("--require-marker", is_flag=True, help="A checkpoint without a marker is not complete.")(
-        command
-    )
-
-
-def require_parts(command: Command) -> Command:
-    """Add --require."""
-    return click.option(
-        "--require",
-        default="",
-        metavar="PARTS",
-        help="Parts a step must have, separated by commas, such as actor,critic,data/data.pt.",
-    )(command)
-
-
-def also(command: Command) -> Command:
-    """Add --also."""
-    return click.option(
-        "--also",
-        multiple=True,
-        metavar="DIR",
-        type=click.Path(),
-        help="A folder with further files of the same save, such as another node's disk. Repeatable.",
-    )(command)
-
-
-def threads(command: Command) -> Command:
-    """Add --threads."""
-    return click.option(
-        "--threads",
-        type=click.IntRange(1),
-        default=None,
-        help="Reads at the same time.  [default: by processors]",
-    )(command)
-
+marker = click.option(
+    "--marker",
+    default="_COMPLETE",
+    show_default=True,
+    metavar="NAME",
+    callback=_marker_name,
+    help="Name of the marker file.",
+)
+require_marker = click.option("--require-marker", is_flag=True, help="A checkpoint without a marker is not complete.")
+require_parts = click.option(
+    "--require",
+    default="",
+    metavar="PARTS",
+    help="Parts a step must have, separated by commas, such as actor,critic,data/data.pt.",
+)
+also = click.option(
+    "--also",
+    multiple=True,
+    metavar="DIR",
+    type=click.Path(),
+    help="A folder with further files of the same save, such as another node's disk. Repeatable.",
+)
+threads = click.option(
+    "--threads", type=click.IntRange(1), default=None, help="Reads at the same time.  [default: by processors]"
+)
+overwrite = click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
+check = click.option("--check", is_flag=True, help="Compare the output with the source before it gets its name.")
 
 PIPED_WIDTH = 1000
 """Columns where there is no terminal: each entry stays on one line, for grep and awk."""
@@ -174,3 +154,36 @@ def print_json(document: dict[str, Any]) -> None:
     import json
 
     click.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def answer(
+    as_json: bool,
+    quiet: bool,
+    document: Callable[[], dict[str, Any]],
+    text: Callable[[], str],
+    notes: Iterable[str] = (),
+) -> None:
+    """Print a result in the form that is asked for: JSON alone, or text and on stderr its notes; nothing if quiet."""
+    if as_json and not quiet:
+        print_json(document())
+    elif not quiet:
+        for note in notes:
+            click.echo(note, err=True)
+        click.echo(text())
+
+
+def level_of(records: bool, deep: bool) -> Level:
+    """Return how closely --records and --deep say to look."""
+    from dcptool.checks import Level
+
+    return Level.DEEP if deep else Level.RECORDS if records else Level.METADATA
+
+
+def require_use_of_threads(threads: int | None, used: bool, option: str) -> None:
+    """Refuse --threads where nothing would be read by them; `option` names what would.
+
+    Raises:
+        click.UsageError: it is given all the same.
+    """
+    if threads and not used:
+        raise click.UsageError(f"--threads is for {option}; nothing else here reads more than a little")

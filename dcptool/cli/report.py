@@ -38,30 +38,22 @@ def report(
     import gc
 
     gc.disable()  # nothing here makes cycles worth the time that looking for them takes
-    from dcptool.checks import Level
     from dcptool.cli.progress import bar
     from dcptool.page import write_report
     from dcptool.render.report import report_json, report_lines
 
-    if threads and not (records or deep):
-        raise click.UsageError("--threads is for --records and --deep; nothing else here reads more than a little")
-    level = Level.DEEP if deep else Level.RECORDS if records else Level.METADATA
+    options.require_use_of_threads(threads, records or deep, "--records and --deep")
     with bar(quiet) as progress:
         done = write_report(
             path,
             output,
             keys=keys,
             exclude=exclude,
-            level=level,
+            level=options.level_of(records, deep),
             overwrite=overwrite,
             threads=threads,
             progress=progress,
         )
-    if as_json and not quiet:
-        options.print_json(report_json(done))
-    elif not quiet:
-        notes, last = report_lines(done)
-        for line in notes:
-            click.echo(line, err=True)
-        click.echo(last)
+    notes, last = report_lines(done)
+    options.answer(as_json, quiet, lambda: report_json(done), lambda: last, notes)
     return 0 if done.good else 1

@@ -32,10 +32,6 @@ def rescue(
 
     with bar(quiet) as progress:
         done = rescue_path(path, like, output, threads=threads, dry_run=dry_run, progress=progress)
-    if as_json and not quiet:
-        options.print_json(rescued_json(done))
-    elif not quiet:
-        for note in done.notes:
-            click.echo(f"note: {shown(note)}", err=True)
-        click.echo(rescued_text(done))
+    notes = [f"note: {shown(note)}" for note in done.notes]
+    options.answer(as_json, quiet, lambda: rescued_json(done), lambda: rescued_text(done), notes)
     return 0

@@ -37,9 +37,9 @@ from dcptool.cli import options
     metavar="DURATION",
     help="Give up a process that shows no sign of life for so long.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
+@options.overwrite
 @click.option("--dry-run", is_flag=True, help="Print the plan, write nothing; needs no torch.")
-@click.option("--check", is_flag=True, help="Compare the output with the source before it gets its name.")
+@options.check
 @options.output
 def reshard(
     source: str | None,
@@ -98,10 +98,7 @@ def reshard(
     with bar(quiet) as progress:
         done = reshard_path(source, target, chosen, dry_run=dry_run, progress=progress)
     quiet = quiet or not speaks_for_all()
-    if as_json and not quiet:
-        options.print_json(resharded_json(done))
-    elif not quiet:
-        for note in done.notes:
-            click.echo(f"note: {shown(note)}", err=True)
-        click.echo(plan_text(done) if dry_run else resharded_line(done))
+    notes = [f"note: {shown(note)}" for note in done.notes]
+    show = plan_text if dry_run else resharded_line
+    options.answer(as_json, quiet, lambda: resharded_json(done), lambda: show(done), notes)
     return 0

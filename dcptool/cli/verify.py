@@ -49,7 +49,6 @@ def verify(
     Exits 1 unless every checkpoint is complete; in a run directory a step may be in progress. Of several paths one that
     cannot be opened stops none of the others; then it exits 3.
     """
-    from dcptool.checks import Level
     from dcptool.cli.progress import bar
     from dcptool.errors import DcptoolError
     from dcptool.render.text import shown
@@ -57,13 +56,12 @@ def verify(
     from dcptool.verdict import VerifyOptions
     from dcptool.verification import verify as verify_path
 
-    if threads and not (records or deep):
-        raise click.UsageError("--threads is for --records and --deep; nothing else here reads more than a little")
+    options.require_use_of_threads(threads, records or deep, "--records and --deep")
     if trust and not load:
         raise click.UsageError("--trust only means something with --load")
     if load and also:
         raise click.UsageError("--load needs all files in one folder; --also only reads them as if they were")
-    level = Level.DEEP if deep else Level.RECORDS if records else Level.METADATA
+    level = options.level_of(records, deep)
     chosen = VerifyOptions(level, marker, require_marker, (), grace, also, threads)
     documents = []
     code = 0
