@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from math import prod
 from operator import sub
@@ -15,6 +15,7 @@ from typing import Any
 
 from dcptool.chunks import Chunks
 from dcptool.model import Ints
+from dcptool.placements import tiles
 
 Rule = list[int] | str
 """A column: flat triples (count, first, step), one for each stretch of equal steps; or text, where that is shorter: the
@@ -95,9 +96,8 @@ def boxes_rule(shape: Ints, chunks: Chunks, table: ColumnTable) -> dict[str, Any
         Else `{"starts": [column, …], "sizes": [column, …]}`, for each dimension.
     """
     columns = [chunks.column(dim) for dim in range(len(shape))]
-    intervals = [_tiling(size, set(zip(*column, strict=True))) for size, column in zip(shape, columns, strict=True)]
-    counts = [len(found) for found in intervals]
-    if prod(counts) == len(chunks):  # a dimension that is not tiled has none, so that it is no grid
+    intervals = [sorted(set(zip(*column, strict=True))) for column in columns]
+    if all(map(tiles, shape, intervals)) and prod(map(len, intervals)) == len(chunks):
         order = _cells(columns, intervals)
         if len(set(order)) == len(order):
             cuts = [[*(start for start, _ in found), size] for size, found in zip(shape, intervals, strict=True)]
@@ -109,17 +109,6 @@ def boxes_rule(shape: Ints, chunks: Chunks, table: ColumnTable) -> dict[str, Any
         "starts": [table.add(starts) for starts, _ in columns],
         "sizes": [table.add(sizes) for _, sizes in columns],
     }
-
-
-def _tiling(size: int, intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return (start, length) intervals in order if they follow one another from 0 to `size`, else nothing."""
-    ordered = sorted(intervals)
-    position = 0
-    for start, length in ordered:
-        if start != position or length < 0:
-            return []
-        position += length
-    return ordered if position == size else []
 
 
 def _cells(

@@ -62,7 +62,7 @@ _TYPES = (
     DType("uint16", 2, "uint16", "U16", None, "H"),
     DType("uint8", 1, "uint8", "U8", "ByteStorage", "B"),
     DType("bool", 1, "bool", "BOOL", "BoolStorage", "?"),
-    # Known to torch and so recognised, but torch itself cannot bring them through DCP (FORMAT A14).
+    # Known to torch and so recognised, but torch itself cannot bring them through DCP.
     *(DType(f"{sign}int{bits}", 1) for sign in ("", "u") for bits in range(1, 8)),
     *(DType(name, 1) for name in ("quint8", "qint8", "quint4x2", "quint2x4", "bits8", "bits1x8", "bits2x4", "bits4x2")),
     DType("bits16", 2),

@@ -90,14 +90,14 @@ def _grid(shape: Ints, columns: Sequence[tuple[Sequence[int], Sequence[int]]]) -
     product = 1
     for dim, (starts, sizes) in enumerate(columns):
         intervals = sorted(set(zip(starts, sizes, strict=True)))
-        if not _tiles(shape[dim], intervals):
+        if not tiles(shape[dim], intervals):
             return None
         product *= len(intervals)
         cuts.append(_Cut(dim, starts, intervals))
     return cuts if product == len(columns[0][0]) else None
 
 
-def _tiles(size: int, intervals: Sequence[tuple[int, int]]) -> bool:
+def tiles(size: int, intervals: Sequence[tuple[int, int]]) -> bool:
     """Tell whether sorted (start, length) intervals follow one another from 0 to `size`."""
     position = 0
     for start, length in intervals:

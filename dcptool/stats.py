@@ -141,21 +141,21 @@ def stats_of(
     findings: list[Finding] = []
     nbytes = 0
     with Pool(threads) as pool:
-        for job, moments in pool.run(run.measure, run.jobs(entries)):
-            if job.band is not None:
-                job.state.add(moments)
-                nbytes += job.band.nbytes
+        for read, moments in pool.run(run.measure, run.reads(entries)):
+            if read.band is not None:
+                read.state.add(moments)
+                nbytes += read.band.nbytes
                 if progress:
-                    progress(job.band.nbytes)
+                    progress(read.band.nbytes)
                 continue
-            found, told = job.state.finish(run)
+            found, told = read.state.finish(run)
             tensors.append(found)
             findings += told
     return StatsReport(checkpoint.path, tuple(tensors), (*findings, *_pointed_out(tensors)), nbytes)
 
 
-class _Job(NamedTuple):
-    """A band of one tensor; None marks the tensor's end."""
+class _Read(NamedTuple):
+    """What is read at once: a band of one tensor; None marks the tensor's end."""
 
     state: _State
     band: Band | None
@@ -171,31 +171,31 @@ class _Run:
         # What decompresses an item keeps the result, and is made for one thread.
         self._lock = threading.Lock() if any(checkpoint.table.transforms) else nullcontext()
 
-    def jobs(self, entries: Sequence[TensorEntry]) -> Iterator[_Job]:
+    def reads(self, entries: Sequence[TensorEntry]) -> Iterator[_Read]:
         for entry in entries:
             state = _State(entry)
             try:
-                yield from (_Job(state, band) for band in state.bands(self.checkpoint))
+                yield from (_Read(state, band) for band in state.bands(self.checkpoint))
             except DcptoolError as error:
                 state.fail(str(error), (entry.fqn, None, None), isinstance(error, UnsupportedError))
-            yield _Job(state, None)
+            yield _Read(state, None)
 
-    def measure(self, job: _Job) -> Moments:
-        if job.band is None or job.state.failures:
+    def measure(self, read: _Read) -> Moments:
+        if read.band is None or read.state.failures:
             return Moments()
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None:
             buffer = self._local.buffer = memoryview(bytearray(BAND_NBYTES))
-        out = buffer[: job.band.nbytes]
+        out = buffer[: read.band.nbytes]
         try:
             with self._lock:
-                job.band.reader.read(job.band, out)
+                read.band.reader.read(read.band, out)
         except DcptoolError as error:
-            job.state.fail(str(error), job.band.where, isinstance(error, UnsupportedError))
+            read.state.fail(str(error), read.band.where, isinstance(error, UnsupportedError))
             return Moments()
         import numpy as np
 
-        dtype = job.state.entry.dtype
+        dtype = read.state.entry.dtype
         return measure(np.frombuffer(out, np.uint8).view(dtypes.numpy_dtype(dtype)), dtype)
 
     def damage(self, reader: TensorReader) -> Iterator[tuple[str, Where]]:

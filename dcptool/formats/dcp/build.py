@@ -3,7 +3,7 @@
 `dcp.save(use_collectives=False)` writes one `__R.metadata` per rank, each knowing its own chunks only; the view is
 their union. A box that several ranks stored is kept once, from the lowest rank; the others are its replicas.
 
-Source: torch 2.13, distributed/checkpoint/state_dict_saver.py (`use_collectives`); FORMAT.md A4.
+Source: torch 2.13, distributed/checkpoint/state_dict_saver.py (`use_collectives`).
 """
 
 from __future__ import annotations

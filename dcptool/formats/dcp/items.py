@@ -77,28 +77,27 @@ class DcpSource:
         return ""
 
     def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
-        if entry.item is None:
-            raise ItemError("the metadata has no place for it")
-        archive = self._object_archive(entry.item)
-        return inert.load(archive.content("data.pkl")), torch_items.storages(archive, entry.item)
+        archive, item = self._object_archive(entry)
+        return inert.load(archive.content("data.pkl")), torch_items.storages(archive, item)
 
     def over(self, storage: Storage) -> DcpSource:
         return DcpSource(storage)
 
     def value(self, entry: ObjectEntry) -> Any:
-        if entry.item is None:
-            raise ItemError("the metadata has no place for it")
-        archive = self._object_archive(entry.item)
+        archive, _ = self._object_archive(entry)
         if archive.nbytes > MAX_VALUE_NBYTES:
             raise UnsupportedError(f"an object of {archive.nbytes:,} bytes is too large to show")
         return torch_items.decoded(inert.load(archive.content("data.pkl")), archive)
 
-    def _object_archive(self, item: Extent) -> TorchZip:
+    def _object_archive(self, entry: ObjectEntry) -> tuple[TorchZip, Extent]:
+        item = entry.item
+        if item is None:
+            raise ItemError("the metadata has no place for it")
         nbytes = self._nbytes(item, MAX_VALUE_NBYTES // 4)
         start = self._read(item, 0, min(nbytes, _START_NBYTES))
         if not start.startswith(_ZIP):
             raise ItemError(_no_zip(start))
-        return TorchZip(lambda at, n: self._read(item, at, n), nbytes)
+        return TorchZip(lambda at, n: self._read(item, at, n), nbytes), item
 
     def read_into(self, record: Record, byte_offset: int, out: memoryview) -> None:
         item = record.item

@@ -3,7 +3,7 @@
 Knows the names torch gives its fields, and nothing of files or payloads. Classes do not matter: torch moved some of
 them between versions, and other packages bring their own.
 
-Source: torch 2.2 to 2.14, distributed/checkpoint/metadata.py, filesystem.py; FORMAT.md A9, F3, F4.
+Source: torch 2.2 to 2.14, distributed/checkpoint/metadata.py, filesystem.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dcptool.errors import MetadataError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.bulk import BULK_NBYTES, MIN_RECORDS, Bulk, ItemRow, ItemRun
 from dcptool.formats.dcp.tensor_runs import ChunkRun, TensorRow, is_dense
+from dcptool.formats.safetensors_header import LFS_START
 from dcptool.model import Ints
 from dcptool.pickles import inert
 from dcptool.pickles.standins import Global, Node, brief, qualified_name
@@ -129,7 +130,7 @@ def check_pickle_start(data: bytes) -> None:
     """Refuse what is no binary pickle, saying what it looks like."""
     if not data:
         raise MetadataError("it is empty: the save was interrupted or the copy failed")
-    if data.startswith(b"version https://git-lfs"):
+    if data.startswith(LFS_START):
         raise MetadataError("it is a Git LFS pointer, not the file itself; run `git lfs pull`")
     if data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         raise MetadataError("it is an HTML or XML page, not a checkpoint; the download failed")
