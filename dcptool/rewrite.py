@@ -227,10 +227,3 @@ def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
             message = f"{fqn!r} is stored in {lost.file}, bytes {lost.byte_offset:,}–{lost.byte_offset + lost.nbytes:,}"
             damaged.append(Finding(LOST, Severity.ERROR, message, lost.file, fqn))
     return damaged
-
-
-def planned_paths(conversion: Conversion) -> list[str]:
-    """Return the paths of the output's files."""
-    if len(conversion.files) == 1 and conversion.path.endswith(conversion.files[0][0]):
-        return [conversion.path]
-    return [join(conversion.path, name) for name, _ in conversion.files]

@@ -163,7 +163,7 @@ def mislabelled(shape: Ints, mesh: Mesh, cuts: Sequence[Cut]) -> Cut | None:
     DTensor takes the outer one as strided, and the inner one as a plain cut of what that leaves. Where the parts are
     not equally long this is another cut than the one that was made, and stock torch fails to load it.
 
-    Source: torch 2.13, distributed/tensor/_utils.py, _compute_local_shape_and_global_offset; FORMAT.md F5.
+    Source: torch 2.13, distributed/tensor/_utils.py, _compute_local_shape_and_global_offset.
     """
     place = {name: index for index, name in enumerate(mesh.names)}
     for first, second in itertools.combinations(cuts, 2):
