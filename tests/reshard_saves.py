@@ -3,7 +3,7 @@
     python tests/reshard_saves.py save OUT
     python tests/reshard_saves.py load PATHS_JSON RESULT_JSON
 
-Eight processes are forked once torch is imported, which takes longer than all they do.
+Eight processes are forked once torch is imported, and what an optimizer imports: that takes longer than all they do.
 
 The state is the same in all layouts, bit for bit: parameters are drawn whole and then sharded, and gradients are a
 function of the parameter, so that AdamW, which works element by element, does the same everywhere.
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn

@@ -6,13 +6,13 @@ import json
 import pickle
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
 import dcptool
 from dcptool.resharding.plan import ReshardOptions, make_plan
 from tests.conftest import ROOT
+from tests.forks import run_ranks, values
 
 pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp
@@ -89,37 +89,20 @@ def test_one_rank_source_differs_in_what_was_whole_only(saves, tmp_path):
                 assert sorted(plan.arrangement.boxes[fqn]) == sorted(theirs)
 
 
-RESHARD = textwrap.dedent(
-    """
-    import json, sys
-    import dcptool
-    for source, target, options in json.loads(sys.argv[1]):
-        dcptool.reshard(source, target, dcptool.ReshardOptions(**options))
-    """
-)
-
-
 @pytest.fixture(scope="module")
-def resharded(saves, tmp_path_factory):
+def resharded(saves, commands, tmp_path_factory):
     """Outputs of real groups of workers: (source, target) → path."""
     folder = tmp_path_factory.mktemp("resharded")
     pairs = [("fsdp4", "fsdp1"), ("fsdp4", "fsdp3"), ("fsdp4", "fsdp8"), ("fsdp4", "tp2x3"), ("tp2x3", "fsdp8")]
-    work = []
-    for source, target in pairs:
-        options = {
-            name: value
-            for name, value in TARGETS[target]._asdict().items()
-            if name in ("world_size", "mesh", "placements")
-        }
-        work.append((str(saves / source), str(folder / f"{source}-{target}"), {**options, "workers": 2}))
-    work.append((str(saves / "fsdp4"), str(folder / "fsdp4-48"), {"world_size": 48, "workers": 2}))
-    command = [sys.executable, "-c", RESHARD, json.dumps(work)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {
-        **{(source, target): folder / f"{source}-{target}" for source, target in pairs},
-        ("fsdp4", "48"): folder / "fsdp4-48",
-    }
+    paths = {}
+    for source, target in [*pairs, ("fsdp4", "48")]:
+        chosen = TARGETS.get(target, ReshardOptions(48))
+        options = ["--mesh", chosen.mesh] if chosen.mesh else ["--world-size", chosen.world_size]
+        options += [word for placement in chosen.placements for word in ("--placement", placement)]
+        paths[source, target] = folder / f"{source}-{target}"
+        done = commands.run("reshard", "--workers", 2, *options, saves / source, paths[source, target])
+        assert done.code == 0, done.err
+    return paths
 
 
 def test_values_are_those_of_the_source(saves, resharded):
@@ -152,18 +135,16 @@ def test_stock_load_and_training_go_on_as_from_the_original(saves, resharded, tm
     assert compared == 5
 
 
-LOAD_48 = textwrap.dedent(
-    """
-    import sys, warnings
-    warnings.simplefilter("ignore")
-    import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+def load_48(_, ours, source):
+    """Load a checkpoint as each of 48 ranks, one after the other; returns how many have an empty part of a tensor."""
+    import torch
+    import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    ours, source = sys.argv[1:]
     metadata = dcp.FileSystemReader(ours).read_metadata()
     shapes = {fqn: entry for fqn, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")}
     whole = {fqn: torch.zeros(entry.size, dtype=entry.properties.dtype) for fqn, entry in shapes.items()}
@@ -171,7 +152,7 @@ LOAD_48 = textwrap.dedent(
     one = {fqn: torch.ones_like(tensor) for fqn, tensor in whole.items()}
     _load_state_dict(one, dcp.FileSystemReader(ours), no_dist=True)
     assert all(torch.equal(one[fqn], whole[fqn]) for fqn in whole)
-    elements = {fqn: 0 for fqn in whole}
+    elements = dict.fromkeys(whole, 0)
     empty = 0
     for rank in range(48):
         dist.init_process_group("fake", rank=rank, world_size=48, store=FakeStore())
@@ -183,7 +164,7 @@ LOAD_48 = textwrap.dedent(
                 continue
             local, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, [Shard(0)])
             part = torch.full(local, 77, dtype=tensor.dtype)
-            boxes[fqn] = tuple(slice(start, start + size) for start, size in zip(offsets, local))
+            boxes[fqn] = tuple(slice(start, start + size) for start, size in zip(offsets, local, strict=True))
             known = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
             state[fqn] = DTensor.from_local(part, mesh, [Shard(0)], **known)
         _load_state_dict(state, dcp.FileSystemReader(ours), no_dist=True)
@@ -194,16 +175,11 @@ LOAD_48 = textwrap.dedent(
             empty += not part.numel()
         dist.destroy_process_group()
     assert all(elements[fqn] == tensor.numel() for fqn, tensor in whole.items() if tensor.ndim)
-    assert empty
-    print("loaded on 48 ranks")
-    """
-)
+    return empty
 
 
 def test_stock_load_on_48_ranks(saves, resharded):
     """FORMAT F17: rank by rank in one process."""
-    command = [sys.executable, "-c", LOAD_48, str(resharded["fsdp4", "48"]), str(saves / "fsdp4")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "loaded on 48 ranks\n"
-    assert len(list(resharded["fsdp4", "48"].glob("*.distcp"))) == 48
+    path = resharded["fsdp4", "48"]
+    assert values(run_ranks(0, load_48, str(path), str(saves / "fsdp4")))[0] > 0
+    assert len(list(path.glob("*.distcp"))) == 48
