@@ -53,8 +53,34 @@ def part(name: str) -> Part:
     return next(found for found in PARTS if found.name == name)
 
 
-def run(*args: object, env: dict[str, str] | None = None, **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """Run the command-line tool as a process, 120 columns wide, at the root of the repository."""
+class Done(NamedTuple):
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(*args: object, env: dict[str, str] | None = None, cwd: Path = ROOT) -> Done:
+    """Run the command-line tool in this process as the shell would, 120 columns wide, at the root of the repository."""
+    from click.testing import CliRunner
+
+    from dcptool.cli import main
+
+    argv, folder, handler = sys.argv, os.getcwd(), signal.getsignal(signal.SIGTERM)
+    sys.argv = ["dcptool", *map(str, args)]
+    os.chdir(cwd)
+    try:
+        done = CliRunner().invoke(main, sys.argv[1:], prog_name="dcptool", env={"COLUMNS": "120", **(env or {})})
+    finally:
+        sys.argv = argv
+        os.chdir(folder)
+        signal.signal(signal.SIGTERM, handler)
+    return Done(done.exit_code, done.stdout, done.stderr)
+
+
+def run_process(*args: object, env: dict[str, str] | None = None, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command-line tool as a process of its own, for what shows only there; as `run` otherwise."""
     command = [sys.executable, "-m", "dcptool", *map(str, args)]
     environment = {**os.environ, "COLUMNS": "120", **(env or {})}
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False, **kwargs)

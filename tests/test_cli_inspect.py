@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import dcptool
-from tests.conftest import FOREIGN, PARTS, ROOT, run
+from tests.conftest import FOREIGN, PARTS, ROOT, run, run_process
 from tests.damage import copy, truncate
 
 
@@ -202,7 +202,9 @@ def test_a_closed_pipe_is_quiet_and_a_c_locale_is_fine():
     command = f"{sys.executable} -m dcptool inspect fixtures/foreign/xver_t2130 --json --chunks | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.stdout, done.stderr) == ("{\n", "")
-    done = run("inspect", "fixtures/foreign/ddp", env={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"})
+    done = run_process(
+        "inspect", "fixtures/foreign/ddp", env={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -214,7 +216,7 @@ def test_help_and_version():
 
 
 def test_debug_shows_the_traceback():
-    done = run("--debug", "inspect", "nowhere")
+    done = run_process("--debug", "inspect", "nowhere")
     assert "Traceback" in done.stderr
 
 

@@ -24,7 +24,8 @@ from dcptool.selection import Renaming
 from dcptool.storage import LocalStorage
 from dcptool.verdict import State, judge
 from tests import damage
-from tests.conftest import FOREIGN, PARTS, ROOT, WHOLE
+from tests.conftest import FOREIGN, PARTS, WHOLE
+from tests.conftest import run as cli
 
 torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
@@ -474,17 +475,6 @@ class TestSafety:
         assert done.returncode == 0
         assert "would be" in done.stdout
         assert not list(tmp_path.iterdir())
-
-
-def cli(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "dcptool", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "120"},
-        check=False,
-    )
 
 
 def test_the_command(tmp_path):

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 import dcptool  # noqa: E402
 from tests.commands import Commands, Done, Running, wait_for  # noqa: E402
-from tests.conftest import ROOT, run  # noqa: E402
+from tests.conftest import ROOT, run_process  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -304,7 +304,7 @@ class TestByHand:
     def test_the_meeting_place_does_not_answer(self, job):
         """In a process that imports torch itself: torch's own lines about it must not be seen."""
         place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        done = run("reshard", "--world-size", 3, "--timeout", "3s", job.source, job.target, env=place)
+        done = run_process("reshard", "--world-size", 3, "--timeout", "3s", job.source, job.target, env=place)
         assert done.returncode == 3
         assert re.search(
             r"^error: 127.0.0.1:\d+, where the processes meet, does not answer: .*\n  RANK, .* works alone\.\n$",

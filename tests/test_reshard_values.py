@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # n
 
 from tests.ranks import Shard, save  # noqa: E402
 
-
 WITHOUT_CHECKSUMS = {"hf_consolidated", "hf_sharded", "hf_sharded_multi", "w_nocrc", "w_safetensors"}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +21,8 @@ from dcptool.storage import locate
 from dcptool.verdict import State, Verdict, VerifyOptions, judge
 from tests import damage
 from tests.conftest import FOREIGN as CHECKPOINTS
-from tests.conftest import OLD, ROOT
+from tests.conftest import OLD
+from tests.conftest import run as cli
 
 torchfree = pytest.mark.torchfree
 GOOD = CHECKPOINTS / "run_crashed" / "ckpt" / "step_100"
@@ -476,18 +475,6 @@ class TestDelete:
         delete_steps(make_plan(folder, 1, now=time.time()))
         assert not (folder / "step_1").exists()
         assert (tmp_path / "dataset" / "file").exists()
-
-
-def cli(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "dcptool", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        check=False,
-        **options,
-    )
 
 
 class TestCommandLine:

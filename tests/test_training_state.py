@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 import dcptool  # noqa: E402
 from dcptool.errors import UnsupportedError  # noqa: E402
 from dcptool.training import RandomState, Reader, TrainState  # noqa: E402
+from tests.training_jobs import Box  # noqa: E402
 
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1, weight_decay=0.5),
@@ -141,19 +142,6 @@ def test_a_scheduler_wraps_the_step_and_is_not_moved():
     TrainState(model, optimizer, scheduler).state_dict()
     assert scheduler.state_dict() == before
     assert not optimizer.state
-
-
-class Box:
-    """A stateful thing that holds any dict."""
-
-    def __init__(self, **state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 def test_extras_come_back_as_they_were(tmp_path):
