@@ -529,18 +529,26 @@ def spoil(where):
     return lambda: setattr(owner, name, real)
 
 
-@pytest.mark.parametrize(
-    ("how", "where"),
-    [("save", "state"), ("save", "plan"), ("save", "write"), ("async_save", "staging"), ("async_save", "stager"),
-     ("async_save", "writer"), ("async_save", "write")],
-)  # fmt: skip
-def test_when_one_rank_fails_all_are_told_and_none_waits(tmp_path, how, where):
-    told = values(run_ranks(3, fail_on_one, str(tmp_path / "run"), how, where, timeout=60))
-    assert len(set(told)) == 1
-    assert re_search(rf"step_2 was not saved: rank 1: \w+: no {where}", told[0])
-    steps = {verdict.name: verdict.state.value for verdict in dcptool.verify(tmp_path / "run").verdicts}
-    assert (steps["step_1"], steps["step_3"]) == ("complete", "complete")
-    assert steps.get("step_2") != "complete"
+FAILURES = [
+    ("save", "state"), ("save", "plan"), ("save", "write"), ("async_save", "staging"), ("async_save", "stager"),
+    ("async_save", "writer"), ("async_save", "write"),
+]  # fmt: skip
+
+
+def fail_at_each(rank, root):
+    """Returns what this rank was told when rank 1 failed at one place after the other, each in a run of its own."""
+    return [fail_on_one(rank, f"{root}/{how}-{where}", how, where) for how, where in FAILURES]
+
+
+def test_when_one_rank_fails_all_are_told_and_none_waits(tmp_path):
+    told = values(run_ranks(3, fail_at_each, str(tmp_path), timeout=200))
+    for (how, where), *reasons in zip(FAILURES, *told, strict=True):
+        assert len(set(reasons)) == 1
+        assert re_search(rf"step_2 was not saved: rank 1: \w+: no {where}", reasons[0])
+        run_dir = tmp_path / f"{how}-{where}"
+        steps = {verdict.name: verdict.state.value for verdict in dcptool.verify(run_dir).verdicts}
+        assert (steps["step_1"], steps["step_3"]) == ("complete", "complete"), run_dir
+        assert steps.get("step_2") != "complete", run_dir
 
 
 def fail_to_load(rank, root):

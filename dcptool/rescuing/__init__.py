@@ -288,23 +288,20 @@ def _write_copy(
     list(pool.map(lambda match: _copy(source, place.storage, match), matches))
     _proven(pool, place.storage, matches, None)
     for name, data in metadata.items():
-        sink = place.storage.create(name)
-        try:
-            sink.write(data)
-            sink.finish()
-        except BaseException:
-            sink.abort()
-            raise
+        _write(place.storage, name, [data])
     place.publish(False)
 
 
 def _copy(source: Storage, target: Storage, match: Match) -> None:
-    buffer = memoryview(bytearray(_PIECE_NBYTES))
-    sink = target.create(match.name)
+    starts = range(0, match.nbytes, _PIECE_NBYTES)
+    pieces = (source.read(match.name, start, min(_PIECE_NBYTES, match.nbytes - start)) for start in starts)
+    _write(target, match.name, pieces)
+
+
+def _write(target: Storage, name: str, pieces: Iterable[bytes]) -> None:
+    sink = target.create(name)
     try:
-        for start in range(0, match.nbytes, len(buffer)):
-            piece = buffer[: match.nbytes - start]
-            source.read_into(match.name, start, piece)
+        for piece in pieces:
             sink.write(piece)
         sink.finish()
     except BaseException:

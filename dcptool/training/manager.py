@@ -190,8 +190,8 @@ class CheckpointManager:
             TrainingError: the save in the background has failed.
         """
         self._require_open()
-        done = self._uploading is not None and self._uploading.done()
-        failed = done and self._uploading is not None and self._uploading.exception() is not None
+        save = self._uploading
+        failed = save is not None and save.done() and save.exception() is not None
         told = self._ranks.gather((self._signalled, failed))
         if any(failed for _, failed in told):
             self.wait()

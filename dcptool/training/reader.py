@@ -35,14 +35,13 @@ from dcptool.formats.dcp.items import undo_transforms
 from dcptool.formats.detect import open_checkpoint
 from dcptool.model import Chunk, Extent, Ints, Payload, Record
 from dcptool.regions import is_contiguous, volume
-from dcptool.storage import Storage, join
+from dcptool.storage import join
 from dcptool.storage.window import Window
 
 MAX_THREADS = 8
 _PIECE_NBYTES = 1 << 20
 _SMALL_NBYTES = 1 << 20
 """An item up to this length is read at once, its headers and its bytes together."""
-
 _MAX_OBJECT_NBYTES = 1 << 30
 """Most bytes of a compressed object once it is not."""
 
@@ -139,15 +138,15 @@ class Reader(StorageReader):  # type: ignore[misc]
         items: dict[_Place, list[ReadItem]] = {}
         for read_item in plan.items:
             offset = read_item.storage_index.offset if read_item.type is LoadItemType.TENSOR else None
-            items.setdefault((read_item.storage_index.fqn, None if offset is None else tuple(offset)), []).append(
-                read_item
-            )
-        tensors = [item for item in items.items() if item[0][1] is not None]
-        for (fqn, _), wanted in (item for item in items.items() if item[0][1] is None):
-            self._load_object(fqn, wanted, planner)
-        targets = [
-            (place, [(item, planner.resolve_tensor(item).detach()) for item in found]) for place, found in tensors
-        ]
+            place = read_item.storage_index.fqn, None if offset is None else tuple(offset)
+            items.setdefault(place, []).append(read_item)
+        targets = []
+        for (fqn, offsets), wanted in items.items():
+            if offsets is None:
+                self._load_object(fqn, wanted, planner)
+            else:
+                found = [(item, planner.resolve_tensor(item).detach()) for item in wanted]
+                targets.append(((fqn, offsets), found))
         try:
             _for_all(targets, self._load_chunk, self._threads)
         finally:
@@ -304,11 +303,8 @@ def _read_record(record: Record, read_into: Callable[[Record, int, memoryview], 
 
 def _item_bytes(checkpoint: Checkpoint, entry: Entry, item: Extent) -> bytes:
     """Return the bytes of an object's item, every record of it checked, with its transforms undone."""
-    storage: Storage = Window(checkpoint.storage)
-    source = checkpoint.source.over(storage)
+    source = checkpoint.source.over(Window(checkpoint.storage))
     for record in source.examine(entry, None, item).records:
         _read_record(record, source.read_into)
-    if not item.transforms:
-        return checkpoint.storage.read(item.file, item.byte_offset, item.nbytes)
     stored = checkpoint.storage.read(item.file, item.byte_offset, item.nbytes)
-    return undo_transforms(stored, item.transforms, _MAX_OBJECT_NBYTES)
+    return undo_transforms(stored, item.transforms, _MAX_OBJECT_NBYTES) if item.transforms else stored

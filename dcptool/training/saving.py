@@ -18,7 +18,6 @@ from dcptool.formats.dcp.reader import METADATA, data_file_rank, rank_metadata
 from dcptool.marker import FOREIGN, NAME, Marker
 from dcptool.marking import make_marker
 from dcptool.retention import Deleted, delete_steps, make_plan
-from dcptool.steps import step_number
 from dcptool.storage import LocalStorage, Storage, is_url, join, locate, storage_at
 from dcptool.training.ranks import sendable
 from dcptool.verdict import State, VerifyOptions, judge
@@ -151,13 +150,14 @@ def tidy(root: str, step: int, keep: int | None, archive_every: int | None) -> D
     """
     try:
         plan = make_plan(root, keep or 1, NO_GRACE, archive_every=archive_every, now=time.time())
-        own = step_name(step)
-        decisions = [
-            decision._replace(keep=False, reason=f"saved anew as {own}")
-            if decision.name != own and step_number(decision.name) == step and decision.name in _asides(step)
-            else decision._replace(keep=True) if keep is None else decision
-            for decision in plan.decisions
-        ]  # fmt: skip
+        asides = _asides(step)
+        decisions = []
+        for decision in plan.decisions:
+            if decision.name in asides:
+                decision = decision._replace(keep=False, reason=f"saved anew as {step_name(step)}")
+            elif keep is None:
+                decision = decision._replace(keep=True)
+            decisions.append(decision)
         deleted = delete_steps(plan._replace(decisions=tuple(decisions)), NO_GRACE)
     except DcptoolError as error:
         logger.warning("no old checkpoint was deleted: %s", error)
