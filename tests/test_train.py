@@ -94,7 +94,9 @@ def launched(tmp_path_factory) -> tuple[Life, Lives]:
     ]
     stdout, stderr = python(ROOT / "tests" / "launches.py", json.dumps(lives)).communicate(timeout=280)
     parts = re.split(r"^launch\n", stdout, flags=re.MULTILINE)[1:]
-    assert [part.endswith("failed -9\n") for part in parts] == [False, True, True, False, False], stderr[-3000:]
+    ended = [re.findall(r"^failed (.+)", part, re.MULTILINE) for part in parts]
+    # Where one rank of several is killed, another may be seen to fail first, as it waits for that one.
+    assert ended in ([[], ["-9"], [code], [], []] for code in ("-9", "1")), stderr[-3000:]
     assert "dcptool is imported: False" in parts[0]
     reference, *found = (lives_in(part)[0] for part in parts)
     return reference, Lives(folder, killed, found)
