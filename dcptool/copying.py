@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from dcptool.errors import DcptoolError
 from dcptool.fill import Piece, RecordCheck, crc32
 from dcptool.findings import Finding, Severity
 from dcptool.model import Fill, Literal, OutputFile, Record
-from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, TensorReader, Where, check_whole
+from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, Progress, TensorReader, Where, check_whole
 from dcptool.schedule import Begin, Bytes, Carried, End, Output, Run, Share, Step, schedule
 from dcptool.storage import Creator
 
@@ -31,8 +31,6 @@ BANDS_PER_THREAD = 2
 INLINE_NBYTES = 128 << 10
 """A smaller band is read by the thread that writes it: handing it over costs more than reading it."""
 MAX_INDEXES = 64
-
-Progress = Callable[[int], None]
 
 
 def default_threads() -> int:

@@ -7,11 +7,11 @@ from datetime import datetime, timezone
 from typing import NamedTuple
 
 from dcptool.checks import Level
-from dcptool.checks.items import Progress
 from dcptool.errors import ItemError, OutputExistsError, UnsupportedError
 from dcptool.formats.dcp.reader import METADATA, rank_metadata
 from dcptool.formats.safetensors import INDEX_SUFFIX
 from dcptool.marker import FOREIGN, NAME, NEGATIVE, Marker, is_marker, name_problem, sha256
+from dcptool.reading import Progress
 from dcptool.runs import runs_at
 from dcptool.storage import Location, join, locate, walk
 from dcptool.verdict import State, Verdict, VerifyOptions, judge

@@ -27,7 +27,7 @@ from dcptool.storage import Location, locate
 from dcptool.summary import CheckpointSummary, summarize_checkpoint
 
 if TYPE_CHECKING:
-    from dcptool.checks.items import Progress
+    from dcptool.reading import Progress
     from dcptool.stats import StatsReport
     from dcptool.verdict import Verdict
 

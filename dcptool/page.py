@@ -9,12 +9,12 @@ from datetime import datetime, timezone
 
 from dcptool.checkpoint import Checkpoint
 from dcptool.checks import Level
-from dcptool.checks.items import Progress
 from dcptool.errors import OutputExistsError, UnsupportedError
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.guards import leftover_notes
 from dcptool.model import OutputFile
 from dcptool.publishing import prepare, require_place
+from dcptool.reading import Progress
 from dcptool.render.report import to_html
 from dcptool.report import WrittenReport, describe
 from dcptool.selection import globs, require_match

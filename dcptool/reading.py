@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 BAND_NBYTES = 8 << 20
 """Bytes of one band, before and after a cast."""
 
+Progress = Callable[[int], None]
+"""Told how many more bytes were read, or written."""
+
 Where = tuple[str, Chunk | None, Record | None]
 """What a failure is about: fqn, chunk, record."""
 

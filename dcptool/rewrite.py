@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dcptool.checkpoint import Checkpoint, TensorEntry
 from dcptool.checks import Level, check
-from dcptool.copying import Progress, copy, default_threads, memory_nbytes
+from dcptool.copying import copy, default_threads, memory_nbytes
 from dcptool.errors import ItemError, UnsupportedError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import found_below, open_checkpoint
@@ -17,6 +17,7 @@ from dcptool.formats.layouts import is_one_file, lay_out
 from dcptool.guards import damaged, leftover_notes, require_equal, require_same, require_sound, source_notes
 from dcptool.model import Extent
 from dcptool.publishing import prepare, require_place
+from dcptool.reading import Progress
 from dcptool.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.storage import join
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, TensorEntry
-from dcptool.checks.items import Progress
 from dcptool.comparing.pool import Pool
 from dcptool.copying import damaged_item
 from dcptool.cover import cover
@@ -23,7 +22,7 @@ from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import open_checkpoint
 from dcptool.model import Fill, Ints
 from dcptool.moments import Moments, measure
-from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, TensorReader, Where, check_whole, cut_box
+from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, Progress, TensorReader, Where, check_whole, cut_box
 from dcptool.regions import volume
 from dcptool.selection import globs, select
 

@@ -14,12 +14,13 @@ from typing import NamedTuple
 from dcptool.activity import folders_of, last_written, list_files, sign_of_writing
 from dcptool.checkpoint import Checkpoint
 from dcptool.checks import CheckReport, Level, check, state_of
-from dcptool.checks.items import Progress, Tally
+from dcptool.checks.items import Tally
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError, UnsupportedError
 from dcptool.findings import Finding, Severity, inside, worst_first
 from dcptool.formats.dcp.reader import METADATA, rank_metadata
 from dcptool.formats.detect import find_parts, not_a_checkpoint, open_part
 from dcptool.marker import NAME, Marker, checksum_problems, marker_problems, read_marker
+from dcptool.reading import Progress
 from dcptool.runs import find_runs, is_run_of, listed
 from dcptool.steps import step_number
 from dcptool.storage import Entry, Location, base_name, join, locate

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dcptool.activity import exists
-from dcptool.checks.items import Progress
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import open_part
 from dcptool.marker import is_of_save
+from dcptool.reading import Progress
 from dcptool.runs import Run, run_at
 from dcptool.storage import join, locate
 from dcptool.verdict import DEFAULTS, State, Verdict, VerifyOptions, judge, unreadable

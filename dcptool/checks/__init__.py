@@ -16,12 +16,13 @@ from dcptool.checks.copies import overlap_verdict, replica_problems
 from dcptool.checks.extents import Placement, edge_problems, extent_problems, short_items
 from dcptool.checks.families import family_problems
 from dcptool.checks.files import file_problems, mixed_times
-from dcptool.checks.items import Progress, Tally, item_problems
+from dcptool.checks.items import Tally, item_problems
 from dcptool.checks.paths import path_problems
 from dcptool.cover import Cover, cover
 from dcptool.errors import LayoutError
 from dcptool.findings import Finding, Severity, worst_first
 from dcptool.formats.safetensors import SHARDS_FLAVOUR
+from dcptool.reading import Progress
 from dcptool.regions import volume
 
 INCOMPLETE_KINDS = frozenset(

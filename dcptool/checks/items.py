@@ -5,7 +5,7 @@ Files are read front to back, small items together, by several threads. Knows no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Event
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from dcptool.errors import DcptoolError, ItemError, StorageError, UnsupportedErr
 from dcptool.fill import crc32
 from dcptool.findings import Finding, Severity
 from dcptool.model import Record
+from dcptool.reading import Progress
 from dcptool.storage.window import Window
 
 HEADERS_NBYTES = 64 << 10
@@ -24,9 +25,6 @@ JOB_NBYTES = 64 << 20
 """A thread takes so many bytes of a file at a time."""
 MAX_PER_FILE = 1_000
 """Findings of one file that are told one by one."""
-
-Progress = Callable[[int], None]
-"""Told how many more bytes were read."""
 
 
 class Tally(NamedTuple):

@@ -29,9 +29,10 @@ from dcptool.comparing.outline import (
 from dcptool.comparing.pairing import Pairing, likely_renames, lone, pair
 from dcptool.comparing.pool import Pool
 from dcptool.comparing.results import Difference, DiffOptions, DiffReport, Known, Rename, Side
-from dcptool.comparing.values import Outcome, Progress, ValueComparison
+from dcptool.comparing.values import Outcome, ValueComparison
 from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import found_below, open_checkpoint
+from dcptool.reading import Progress
 from dcptool.selection import select
 
 __all__ = ["DiffOptions", "DiffReport", "compare", "compare_checkpoints"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from dcptool import dtypes
@@ -21,9 +21,9 @@ from dcptool.comparing.results import DiffOptions, Statistics, Values
 from dcptool.errors import DcptoolError
 from dcptool.findings import Finding
 from dcptool.model import Chunk, Ints
+from dcptool.reading import Progress
 from dcptool.regions import contiguous_strides, volume
 
-Progress = Callable[[int], None]
 Result = TypeVar("Result")
 
 

@@ -18,7 +18,6 @@ from dcptool.activity import list_files, negative_sign
 from dcptool.checkpoint import Checkpoint
 from dcptool.checks import check
 from dcptool.checks.extents import Placement
-from dcptool.checks.items import Progress
 from dcptool.copying import default_threads
 from dcptool.errors import (
     CheckpointNotFoundError,
@@ -37,6 +36,7 @@ from dcptool.formats.dcp.relocate import relocated
 from dcptool.formats.detect import open_checkpoint
 from dcptool.marker import FOREIGN, NAME
 from dcptool.publishing import Target, prepare, require_place
+from dcptool.reading import Progress
 from dcptool.rescuing.matching import ANOTHER, Match, Proof, match_file, prove_file
 from dcptool.storage import Entry, Location, Storage, join, locate
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 
-from dcptool.copying import Progress
 from dcptool.errors import UnsupportedError
 from dcptool.formats.dcp.reader import collector_paused
 from dcptool.publishing import require_place
+from dcptool.reading import Progress
 from dcptool.resharding.group import torchrun_group, under_torchrun
 from dcptool.resharding.member import Resharded, Speaking, read_paths, run_member, summarize_plan
 from dcptool.resharding.plan import ReshardOptions, make_plan, options_problem

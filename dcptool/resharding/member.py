@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple, cast
 
 from dcptool.checkpoint import Checkpoint
-from dcptool.copying import CopyReport, Progress, copy, memory_nbytes, settle
+from dcptool.copying import CopyReport, copy, memory_nbytes, settle
 from dcptool.errors import DcptoolError, ItemError, WorkerError
 from dcptool.findings import Finding
 from dcptool.formats.dcp.write import Arrangement, data_files
@@ -21,6 +21,7 @@ from dcptool.formats.detect import open_checkpoint
 from dcptool.guards import damaged, leftover_notes, require_equal, require_same, source_notes
 from dcptool.model import OutputFile
 from dcptool.publishing import Target, prepare, require_place
+from dcptool.reading import Progress
 from dcptool.regions import Box
 from dcptool.resharding.group import Group, blocks
 from dcptool.resharding.plan import Plan, ReshardOptions, make_plan

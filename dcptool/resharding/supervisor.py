@@ -19,10 +19,10 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from dcptool.copying import Progress
 from dcptool.errors import DcptoolError, WorkerError
 from dcptool.formats.dcp.reader import METADATA
 from dcptool.marker import NAME
+from dcptool.reading import Progress
 from dcptool.resharding.group import Group
 from dcptool.resharding.member import Audience, Resharded, bug, run_member
 from dcptool.resharding.plan import ReshardOptions
