@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 README = (ROOT / "README.md").read_text()
 PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 EVERY = "\n".join((README, *PAGES.values()))
+LOOP = next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "CheckpointManager" in block)
 BLOCKS = sorted(set(re.findall(r"```console\n\$ (.*?)\n(.*?)```", EVERY, re.DOTALL)))
 
 
@@ -39,8 +40,23 @@ def without_ages(text):
 
 
 def test_python_blocks_run():
-    for block in sorted(set(re.findall(r"```python\n(.*?)```", EVERY, re.DOTALL))):
+    for block in sorted(set(re.findall(r"```python\n(.*?)```", EVERY, re.DOTALL)) - {LOOP}):
         subprocess.run([sys.executable, "-c", block], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_training_loop_goes_on_with_other_ranks(tmp_path):
+    (tmp_path / "loop.py").write_text(LOOP)
+    (tmp_path / "longer.py").write_text(LOOP.replace("STEPS, SAVE_EVERY = 10, 5", "STEPS, SAVE_EVERY = 13, 5"))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "loop.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    told = [
+        subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout.splitlines()
+        for command in (torchrun, ["longer.py"])
+    ]
+    assert told == [["from the beginning"] * 2, [f"resumed from {tmp_path}/ckpt/step_10"]]
+    assert sorted(path.parent.name for path in tmp_path.glob("ckpt/*/_COMPLETE")) == ["step_10", "step_13", "step_5"]
 
 
 @pytest.mark.torchfree

@@ -132,7 +132,7 @@ function findings() {
               ),
             )
           : null,
-        ...group.steps.map((step) => make("p", { class: "step" }, "Next step: " + lines(step))),
+        ...group.steps.map((step) => make("p", { class: "step" }, lines(step))),
       ),
     );
   }
