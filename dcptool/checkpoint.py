@@ -323,7 +323,13 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("modle", ["model", "optim"]), did_you_mean("modle", ["optim"])
     ("; did you mean 'model'?", '')
     """
+    close = closest(name, known)
+    return f"; did you mean {close!r}?" if close else ""
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """Return the known name most like one that is not there, "" if none is like it."""
     from difflib import get_close_matches
 
     close = get_close_matches(name, list(islice(known, MAX_COMPARED)), 1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return close[0] if close else ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from dcptool.checkpoint import Checkpoint
 from dcptool.checks import state_of
 from dcptool.errors import CheckpointNotFoundError, DcptoolError
-from dcptool.findings import Severity
+from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import (
     Part,
     find_parts,
@@ -22,7 +22,7 @@ from dcptool.formats.detect import (
     part_path,
 )
 from dcptool.runs import run_at
-from dcptool.selection import globs, require_match
+from dcptool.selection import globs, require_match, unmatched
 from dcptool.storage import Location, locate
 from dcptool.summary import CheckpointSummary, summarize_checkpoint
 
@@ -98,7 +98,7 @@ def summarize(
         opened = [open_checkpoint(path)]
         require_match(opened, keys, exclude)
         found = summarize_checkpoint(opened[0], keys, exclude, chunks, depth, values)
-        summary = Summary(found.path, (found,))
+        summary = Summary(found.path, _with_unmatched((found,), opened, keys, exclude))
         return _with_stats(summary, opened, threads, progress) if stats else summary
     parts = find_parts(location)
     itself = [part for part in parts if not part.name]
@@ -117,8 +117,23 @@ def summarize(
     summaries = tuple(summarize_checkpoint(checkpoint, keys, exclude, chunks, depth, values) for checkpoint in opened)
     others = (part for part in parts if part not in wanted)
     paths = tuple(part_path(location, part) for part in others)
+    summaries = _with_unmatched(summaries, opened, keys, exclude)
     summary = Summary(location.storage.root, summaries, (), paths, errors)
     return _with_stats(summary, opened, threads, progress) if stats else summary
+
+
+def _with_unmatched(
+    summaries: tuple[CheckpointSummary, ...],
+    opened: Sequence[Checkpoint],
+    keys: Sequence[str],
+    exclude: Sequence[str],
+) -> tuple[CheckpointSummary, ...]:
+    """Add to the first of several summaries a note on each name or glob that matches nothing in any of them."""
+    names = dict.fromkeys(fqn for checkpoint in opened for fqn in checkpoint) if keys or exclude else ()
+    notes = unmatched(names, keys, exclude)
+    told = (Finding("unmatched-glob", Severity.NOTE, message) for message in notes)
+    first, *rest = summaries
+    return (first._replace(problems=(*first.problems, *told)), *rest)
 
 
 def _with_stats(

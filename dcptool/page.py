@@ -17,7 +17,7 @@ from dcptool.publishing import prepare, require_place
 from dcptool.reading import Progress
 from dcptool.render.report import to_html
 from dcptool.report import WrittenReport, describe
-from dcptool.selection import globs, require_match
+from dcptool.selection import globs, require_match, unmatched
 from dcptool.storage import base_name, is_url, join
 from dcptool.summary import summarize_checkpoint
 from dcptool.verdict import VerifyOptions, judge
@@ -95,7 +95,7 @@ def write_report(
         counts["error"],
         counts["warning"],
         time.perf_counter() - began,
-        (*found_below(source, checkpoint), *leftover_notes(out)),
+        (*found_below(source, checkpoint), *unmatched(checkpoint, keys, exclude), *leftover_notes(out)),
     )
 
 

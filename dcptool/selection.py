@@ -5,13 +5,14 @@ Names change in this order: select, strip, add, rename.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence, Set
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Sequence, Set
+from fnmatch import fnmatchcase, translate
 from typing import NamedTuple
 
 from dcptool import dtypes
-from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry, did_you_mean
+from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry, closest, did_you_mean
 from dcptool.errors import LayoutError
 from dcptool.regions import volume
 
@@ -19,6 +20,9 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "
 """Parts that torch.compile, activation checkpointing, FSDP1, DeepSpeed and DDP put into names."""
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 MAX_LISTED = 12
+MAX_GUESSES = 3
+"""Names and globs of one option for which it is looked what they may have meant, which takes time."""
+_WILD = re.compile(r"[*?[]")
 
 
 class Renaming(NamedTuple):
@@ -142,7 +146,8 @@ def select(
             items.append(SelectedTensor(name, path, entry, dtype))
         else:
             items.append(SelectedObject(name, path, entry))
-    return Selection(tuple(items), n_cast, _prefix_notes(chosen, renaming))
+    notes = (*unmatched(checkpoint, keys, exclude), *_prefix_notes(chosen, renaming))
+    return Selection(tuple(items), n_cast, notes)
 
 
 def _prefix_notes(chosen: Sequence[str], renaming: Renaming) -> tuple[str, ...]:
@@ -153,8 +158,10 @@ def _prefix_notes(chosen: Sequence[str], renaming: Renaming) -> tuple[str, ...]:
     without = [name for name in names if not name.startswith(renaming.strip_prefix)]
     if not without:
         return ()
-    few = f"{len(without):,} of {len(names):,}" if len(without) < len(names) else f"all {len(names):,}"
-    return (f"{few} names do not begin with {renaming.strip_prefix!r} and are kept, such as {without[0]!r}",)
+    prefix, first = repr(renaming.strip_prefix), repr(without[0])
+    if len(without) == len(names):
+        return (f"no name begins with {prefix}: all are kept, such as {first}",)
+    return (f"{len(without):,} of {len(names):,} names do not begin with {prefix} and are kept, such as {first}",)
 
 
 def globs(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -170,6 +177,56 @@ def require_match(checkpoints: Sequence[Checkpoint], keys: Sequence[str], exclud
     """
     if keys and not any(selects(fqn, keys, exclude) for checkpoint in checkpoints for fqn in checkpoint):
         raise LayoutError(_nothing(checkpoints, keys, exclude))
+
+
+def unmatched(names: Collection[str], keys: Sequence[str], exclude: Sequence[str]) -> tuple[str, ...]:
+    """Say of each name or glob that it matches nothing, with what it may have meant, one sentence each.
+
+    Args:
+        names: of all entries there are; a set, or what finds a name as fast.
+        keys, exclude: as in `select`.
+    """
+    notes: list[str] = []
+    for option, given in (("--keys", keys), ("--exclude", exclude)):
+        lone = [pattern for pattern in dict.fromkeys(given) if not _is_matched(pattern, names)]
+        for index, pattern in enumerate(lone[:MAX_LISTED]):
+            meant = _meant(option, pattern, names) if index < MAX_GUESSES else ""
+            notes.append(f"{option} {pattern!r} matches nothing{meant}")
+        if len(lone) > MAX_LISTED:
+            notes.append(f"{len(lone) - MAX_LISTED:,} more {option} match nothing")
+    return tuple(notes)
+
+
+def _is_matched(pattern: str, names: Collection[str]) -> bool:
+    if pattern in names:
+        return True
+    return bool(_WILD.search(pattern)) and any(map(re.compile(translate(pattern)).match, names))
+
+
+def _meant(option: str, pattern: str, names: Collection[str]) -> str:
+    """Return the end of a message on what matches nothing: what may have been meant; "" if nothing is like it."""
+    parts = [part.strip() for part in pattern.split(",")]
+    if len(parts) > 1 and all(_is_matched(part, names) for part in parts) and not any("," in name for name in names):
+        return f"; {option} is repeated, not comma-separated: {' '.join(f'{option} {part!r}' for part in parts)}"
+    if not _WILD.search(pattern):
+        if any(name.startswith(pattern) for name in names):
+            return f"; for those that begin so: {option} {f'{pattern}*'!r}"
+        near = closest(pattern, names)
+        if near:
+            return f"; did you mean {near!r}?"
+    head = _WILD.split(pattern, maxsplit=1)[0].rstrip(".")
+    tail = re.split(r"[*?\]]", pattern)[-1].lstrip(".") if _WILD.search(pattern) else ""
+    guesses = []
+    if head:
+        count = head.count(".") + 1
+        near = closest(head, dict.fromkeys(".".join(name.split(".")[:count]) for name in names))
+        guesses.append(f"{near}{pattern[len(head) :] or '.*'}" if near else "")
+    if tail:
+        count = tail.count(".") + 1
+        near = closest(tail, dict.fromkeys(".".join(name.split(".")[-count:]) for name in names))
+        guesses += [f"{start.removesuffix(tail)}{near}" for start in (pattern, *guesses) if near and start]
+    guess = next((guess for guess in guesses if guess and _is_matched(guess, names)), "")
+    return f"; did you mean {guess!r}?" if guess else ""
 
 
 def selects(fqn: str, keys: Sequence[str], exclude: Sequence[str]) -> bool:
@@ -239,9 +296,11 @@ def _nothing(checkpoints: Sequence[Checkpoint], keys: Sequence[str], exclude: Se
     if n_matching:
         which = "the entry that matches" if n_matching == 1 else f"all {n_matching:,} entries that match"
         return f"{place}--exclude leaves out {which} {', '.join(map(repr, keys))}"
-    begin = next((key for key in keys if any(fqn.startswith(key) for fqn, _ in entries)), None)
-    if begin:
-        return f"{place}no entry is named {begin!r}; for those that begin so: --keys {f'{begin}*'!r}"
+    start = next((key for key in keys if any(fqn.startswith(key) for fqn, _ in entries)), None)
+    if start:
+        return f"{place}no entry is named {start!r}; for those that begin so: --keys {f'{start}*'!r}"
+    names = dict(entries)
+    meant = next(filter(None, (_meant("--keys", key, names) for key in keys[:MAX_GUESSES])), "")
     groups: dict[str, int] = {}
     for fqn, entry in entries:
         top = fqn.partition(".")[0]
@@ -249,4 +308,5 @@ def _nothing(checkpoints: Sequence[Checkpoint], keys: Sequence[str], exclude: Se
     shown = sorted(groups.items(), key=lambda group: -group[1])
     listed = ", ".join(f"{name!r} ({nbytes:,} bytes)" for name, nbytes in shown[:MAX_LISTED])
     more = ", …" if len(shown) > MAX_LISTED else ""
-    return f"{place}no entry matches {', '.join(map(repr, keys))}; names begin with {listed}{more}"
+    begin = f"{meant}\nNames begin with" if meant else "; names begin with"
+    return f"{place}no entry matches {', '.join(map(repr, keys))}{begin} {listed}{more}"

@@ -263,7 +263,7 @@ class TestDamage:
 class TestNames:
     def test_a_prefix_that_is_not_there_is_said(self, tmp_path):
         notes = convert(SOURCE, tmp_path / "a.pt", "torch", ConvertOptions(renaming=Renaming("modle."))).notes
-        assert "all 11 names do not begin with 'modle.' and are kept, such as 'model.embed.weight'" in notes
+        assert "no name begins with 'modle.': all are kept, such as 'model.embed.weight'" in notes
         options = ConvertOptions(renaming=Renaming("model."))
         assert any(
             note.startswith("4 of 11 names do not begin with 'model.'") for note in self.notes(tmp_path, options)

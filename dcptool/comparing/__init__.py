@@ -25,6 +25,7 @@ from dcptool.comparing.outline import (
     prefix_notes,
     side_of,
     subset_note,
+    unmatched_notes,
 )
 from dcptool.comparing.pairing import Pairing, likely_renames, lone, pair
 from dcptool.comparing.pool import Pool
@@ -146,7 +147,7 @@ def compare_checkpoints(
             *metadata_problems("B", b, options, unreadable),
         ),
     )
-    return report._replace(notes=(*report.notes, *subset_note(report), *prefix_notes(*known, options)))
+    return report._replace(notes=(*report.notes, *subset_note(report), *_option_notes(*known, options)))
 
 
 def _all_differences(
@@ -186,7 +187,11 @@ def _compare_live(known: Sequence[Known], b: Checkpoint, options: DiffOptions) -
         unreadable=tuple(metadata_problems("B", b, options, ())),
         values_compared=False,
     )
-    return report._replace(notes=(*report.notes, *subset_note(report), *prefix_notes(known, theirs, options)))
+    return report._replace(notes=(*report.notes, *subset_note(report), *_option_notes(known, theirs, options)))
+
+
+def _option_notes(a: Sequence[Known], b: Sequence[Known], options: DiffOptions) -> tuple[Finding, ...]:
+    return (*prefix_notes(a, b, options), *unmatched_notes(a, b, options))
 
 
 def _require_selected(checkpoint: Checkpoint, paired: Pairing, options: DiffOptions) -> None:

@@ -12,7 +12,7 @@ from dcptool.comparing.pairing import Pairing, lone
 from dcptool.comparing.results import Difference, DiffOptions, DiffReport, Known, Lone, Side
 from dcptool.errors import DcptoolError
 from dcptool.findings import Finding, Severity
-from dcptool.selection import selects
+from dcptool.selection import selects, unmatched
 
 
 def known_entries(checkpoint: Checkpoint) -> list[Known]:
@@ -166,6 +166,13 @@ def prefix_notes(a: Sequence[Known], b: Sequence[Known], options: DiffOptions) -
         for side, letter, known, prefix in sides
         if prefix and not any(entry.fqn.startswith(prefix) for entry in known)
     )
+
+
+def unmatched_notes(a: Sequence[Known], b: Sequence[Known], options: DiffOptions) -> tuple[Finding, ...]:
+    """Note names and globs that match nothing on either side."""
+    names = dict.fromkeys(known.fqn for known in (*a, *b))
+    notes = unmatched(names, options.keys, options.exclude)
+    return tuple(Finding("unmatched-glob", Severity.NOTE, message) for message in notes)
 
 
 def metadata_problems(name: str, side: Checkpoint, options: DiffOptions, known: Sequence[Finding]) -> list[Finding]:

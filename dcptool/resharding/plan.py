@@ -112,7 +112,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
     rules = LayoutRules(checkpoint, selection, wanted)
     arrangement = assign(rules.held(), wanted.n_ranks)
     layout = lay_out_dcp(checkpoint, selection, path, "reshard", arrangement)
-    notes = (*told, *layout.notes, *_notes(checkpoint, selection, rules, wanted))
+    notes = (*told, *selection.notes, *layout.notes, *_notes(checkpoint, selection, rules, wanted))
     return Plan(checkpoint, selection, path, arrangement, layout, wanted.n_ranks, notes)
 
 
