@@ -11,7 +11,8 @@ from dcptool.findings import Finding, Severity
 from dcptool.marker import NEGATIVE_SUFFIX, negative_marker
 from dcptool.storage import Entry, Location, is_url, join, locate, walk
 
-UNFINISHED_KINDS = frozenset({"no-metadata", "empty", "rank-metadata-missing"})
+_OF_RANKS = "rank-metadata-missing"
+UNFINISHED_KINDS = frozenset({"no-metadata", "empty", _OF_RANKS})
 """Findings that a save in its middle leaves as well as one that was killed."""
 
 
@@ -73,7 +74,8 @@ def sign_of_writing(
     if age >= age_limit:
         return None
     what = "a file was written" if after else "the folder was made"
-    message = f"no metadata yet, and {what} {max(age, 0):,.0f} s ago: perhaps still being saved"
+    lacking = "no metadata yet" if UNFINISHED_KINDS - {_OF_RANKS} & {*kinds} else "metadata of some ranks not yet there"
+    message = f"{lacking}, and {what} {max(age, 0):,.0f} s ago: perhaps still being saved"
     return Finding("being-written", Severity.WARNING, message)
 
 

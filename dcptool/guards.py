@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from dcptool.checkpoint import Checkpoint
-from dcptool.checks import check, cover_problems
+from dcptool.checks import check, cover_problems, state_of
 from dcptool.comparing.bands import Access
 from dcptool.comparing.objects import compare_objects
 from dcptool.comparing.pool import Pool
@@ -22,6 +22,8 @@ from dcptool.selection import Selection, selects
 
 MAX_LISTED = 20
 MAX_STEPS = 2
+LEAVES_OUT = "--skip-corrupt leaves such entries out."
+ANOTHER_STEP = "Copy the files again from where they were saved, or take another step."
 
 
 def require_sound(
@@ -40,7 +42,8 @@ def require_sound(
         selection: what is wanted of it.
         keys, exclude: what that was selected by.
         skip_corrupt: what missing and short files held was left out already.
-        hint: what the user can do, the last line of the message.
+        hint: what the user can do, the last line of the message; that of --skip-corrupt is left out where that is
+            refused too.
 
     Raises:
         ItemError: something is missing; the message lists what.
@@ -49,34 +52,43 @@ def require_sound(
     files = {name for tensor in selection.tensors for name in tensor.entry.chunks.files()}
     files |= {item.entry.item.file for item in selection.objects if item.entry.item}
 
+    def can_be_left_out(finding: Finding) -> bool:
+        return bool(finding.fqn) or finding.kind in _ABOUT_WHOLE_FILES
+
     def matters(finding: Finding) -> bool:
         if finding.fqn in checkpoint:
             return finding.fqn in names
-        if skip_corrupt and finding.kind in _ABOUT_WHOLE_FILES:  # what they held is left out
+        if skip_corrupt and can_be_left_out(finding):
             return False
         if finding.fqn:  # a tensor that should be there
-            return not skip_corrupt and selects(finding.fqn, keys, exclude)
+            return selects(finding.fqn, keys, exclude)
         return finding.file not in checkpoint.usage or finding.file in files
 
     errors = [finding for finding in check(checkpoint).findings if finding.severity is Severity.ERROR]
     found = [finding for finding in errors if matters(finding)]
     if found:
-        raise ItemError(damaged(checkpoint, found, hint))
+        can_skip = hint != LEAVES_OUT or all(map(can_be_left_out, found))
+        raise ItemError(damaged(checkpoint, found, hint if can_skip else ""))
 
 
 _ABOUT_WHOLE_FILES = ("missing-file", "short-file", "lfs-pointer")
 
 
 def damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
-    """Say that a source is damaged and nothing was written: what was found, and what to do."""
+    """Say that a source is damaged and nothing was written: what was found, and what to do.
+
+    What is only of a form that cannot be read here is not damaged, and nothing to be left out.
+    """
+    unsupported = all(finding.kind == "unsupported-item" for finding in found)
+    what = "cannot be read here" if unsupported else "is not whole" if state_of(found) == "incomplete" else "is damaged"
     steps = dict.fromkeys(finding.next_step for finding in found if finding.next_step)
     lines = [
-        f"{checkpoint.path} is damaged, nothing was written:",
+        f"{checkpoint.path} {what}, nothing was written:",
         *(finding.message for finding in found[:MAX_LISTED]),
     ]
     if len(found) > MAX_LISTED:
         lines.append(f"… and {len(found) - MAX_LISTED:,} more")
-    return "\n".join(filter(None, [*lines, *list(steps)[:MAX_STEPS], hint]))
+    return "\n".join(filter(None, [*lines, *list(steps)[:MAX_STEPS], "" if unsupported else hint]))
 
 
 def require_same(place: Target, files: Sequence[OutputFile], selection: Selection) -> None:

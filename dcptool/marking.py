@@ -67,8 +67,10 @@ def mark_complete(
     options = VerifyOptions(Level.DEEP if checksums else Level.RECORDS, marker, threads=threads)
     verdict = judge(path, options, progress)
     if not verdict.whole:
-        hint = f"dcptool verify {verdict.path}"
-        raise ItemError(f"{verdict.path} is {verdict.state.value}, not marked: {verdict.reason}\nSee all: {hint}")
+        named = f" --marker {marker}" if marker != NAME else ""
+        hint = f"dcptool verify {'--deep' if checksums else '--records'}{named} {verdict.path}"
+        how = "cannot be checked" if verdict.state is State.OTHER else f"is {verdict.state.value}"
+        raise ItemError(f"{verdict.path} {how}, not marked: {verdict.reason}\nSee all: {hint}")
     made = make_marker(location, verdict, marker, checksums)
     location.storage.write(marker, made.document())
     return Marked(join(location.path, marker), made, verdict)

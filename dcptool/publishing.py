@@ -103,14 +103,14 @@ class Target:
 
 
 @contextmanager
-def prepare(path: str, is_file: bool, nbytes: int, overwrite: bool, source: str) -> Iterator[Target]:
+def prepare(path: str, is_file: bool, nbytes: int, overwrite: bool | None, source: str) -> Iterator[Target]:
     """Prepare a place for output; what was written is removed if the body raises.
 
     Args:
         path: local path or URL where the output shall be.
         is_file: whether it is one file, else a folder.
         nbytes: how much will be written.
-        overwrite: whether output that is there already may be replaced.
+        overwrite: whether output that is there already may be replaced; None where nobody can ask for that.
         source: path of what is read, which the output must not touch.
 
     Raises:
@@ -127,7 +127,7 @@ def prepare(path: str, is_file: bool, nbytes: int, overwrite: bool, source: str)
         raise
 
 
-def require_place(path: str, is_file: bool, nbytes: int, overwrite: bool, sources: Sequence[str]) -> str:
+def require_place(path: str, is_file: bool, nbytes: int, overwrite: bool | None, sources: Sequence[str]) -> str:
     """Refuse a place where output cannot go, before anything is read for it; nothing is changed.
 
     Args:
@@ -158,7 +158,7 @@ def require_place(path: str, is_file: bool, nbytes: int, overwrite: bool, source
     return path
 
 
-def _require_replaceable(path: str, is_file: bool, overwrite: bool) -> None:
+def _require_replaceable(path: str, is_file: bool, overwrite: bool | None) -> None:
     bare = path.rstrip("/") or path
     there = os.path.lexists(bare)
     if is_file and (os.path.isdir(bare) or path.endswith("/")):
@@ -170,7 +170,8 @@ def _require_replaceable(path: str, is_file: bool, overwrite: bool) -> None:
     if there and not is_file and not os.path.isdir(bare):
         raise OutputExistsError(f"{bare} is a file; the output is a folder: choose another name")
     if there and not overwrite and (is_file or os.path.islink(bare) or os.listdir(bare)):
-        raise OutputExistsError(f"{bare} is there already; --overwrite replaces it once the new one is complete")
+        step = "--overwrite replaces it once the new one is complete" if overwrite is False else "name another place"
+        raise OutputExistsError(f"{bare} is there already; {step}")
 
 
 def _require_space(folder: str, nbytes: int) -> None:

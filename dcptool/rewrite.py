@@ -14,14 +14,21 @@ from dcptool.errors import ItemError, UnsupportedError
 from dcptool.findings import Finding, Severity
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.formats.layouts import is_one_file, lay_out
-from dcptool.guards import damaged, leftover_notes, require_equal, require_same, require_sound, source_notes
+from dcptool.guards import (
+    LEAVES_OUT,
+    damaged,
+    leftover_notes,
+    require_equal,
+    require_same,
+    require_sound,
+    source_notes,
+)
 from dcptool.model import Extent
 from dcptool.publishing import prepare, require_place
 from dcptool.reading import Progress
 from dcptool.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.storage import join
 
-LEAVES_OUT = "--skip-corrupt leaves such entries out."
 LOST = "lost-entry"
 """Kind of finding: an entry has bytes in a file that is missing or cut short."""
 
@@ -208,9 +215,11 @@ def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
     if not options.skip_corrupt:
         return []
     report = check(checkpoint, Level.DEEP, threads=options.threads)
-    damaged = [finding for finding in report.findings if finding.severity is Severity.ERROR]
+    errors = [finding for finding in report.findings if finding.severity is Severity.ERROR]
+    damaged = [finding for finding in errors if finding.kind != "unsupported-item"]  # which is refused when it is read
     named = {finding.fqn for finding in damaged}
     there = {name: checkpoint.storage.size(name) or 0 for name in checkpoint.usage}
+    missing = {name for name in checkpoint.usage if checkpoint.storage.size(name) is None}
     short = {name for name, use in checkpoint.usage.items() if there[name] < use.end}
 
     def is_lost(item: Extent | None) -> bool:
@@ -225,6 +234,8 @@ def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
         else:
             lost = entry.item if is_lost(entry.item) else None
         if lost:
-            message = f"{fqn!r} is stored in {lost.file}, bytes {lost.byte_offset:,}–{lost.byte_offset + lost.nbytes:,}"
+            where = f"{lost.file}, bytes {lost.byte_offset:,}–{lost.byte_offset + lost.nbytes:,}"
+            why = "is missing" if lost.file in missing else f"ends at byte {there[lost.file]:,}"
+            message = f"{fqn!r} is stored in {where}; that file {why}"
             damaged.append(Finding(LOST, Severity.ERROR, message, lost.file, fqn))
     return damaged

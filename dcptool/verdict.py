@@ -43,7 +43,7 @@ class State(str, Enum):
     IN_PROGRESS = "in-progress"
     """It is being written."""
     OTHER = "other"
-    """It is no checkpoint dcptool checks."""
+    """It is no checkpoint dcptool checks, or nothing is known to be wrong, but items cannot be looked into here."""
 
 
 class VerifyOptions(NamedTuple):
@@ -130,8 +130,11 @@ class Verdict(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The worst finding in one line, "" if there is none worse than a note."""
-        worst = next((finding for finding in self.findings if finding.severity is not Severity.NOTE), None)
+        """The worst finding in one line, that it is being written before all others; "" if all are notes."""
+        telling = [finding for finding in self.findings if finding.severity is not Severity.NOTE]
+        if self.state is State.IN_PROGRESS:
+            telling.sort(key=lambda finding: finding.kind != "being-written")
+        worst = telling[0] if telling else None
         return worst.message if worst else ""
 
 
@@ -175,7 +178,9 @@ def judge(
         problems = [problem for problem in problems if problem.kind != "mixed-times"]
     if options.require_marker and marker is None and not any(p.kind in UNMARKED_KINDS for p in problems):
         message = f"there is no marker {options.marker}"
-        problems.append(Finding("no-marker", Severity.ERROR, message, next_step=f"dcptool mark {location.path}"))
+        named = f"--marker {options.marker} " if options.marker != NAME else ""
+        step = f"dcptool mark {named}{location.path}"
+        problems.append(Finding("no-marker", Severity.ERROR, message, next_step=step))
     state = State.OTHER if found.other else _state(problems)
     kinds = {problem.kind for problem in problems}
     sign = sign_of_writing(location, listing, names, kinds, None if marker else options.grace)
@@ -188,7 +193,7 @@ def judge(
         state,
         marker,
         found.parts,
-        (*((sign,) if sign else ()), *worst_first(problems)),
+        tuple(worst_first([sign, *problems] if sign else problems)),
         len(files),
         sum(files.values()),
         last_written(location, listing),

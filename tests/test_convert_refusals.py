@@ -203,7 +203,7 @@ class TestDamage:
     def test_a_missing_file(self, folder):
         (folder / "__1_0.distcp").unlink()
         first, what, step, hint = self.refused(folder)
-        assert first == f"error: {folder} is damaged, nothing was written:"
+        assert first == f"error: {folder} is not whole, nothing was written:"
         assert what.startswith("  __1_0.distcp (rank 1) is missing: it held 17% of the bytes")
         assert "--also" in step
         assert hint == "  --skip-corrupt leaves such entries out."
@@ -255,7 +255,7 @@ class TestDamage:
         for rank in range(4):
             (folder / f"__{rank}_0.distcp").unlink()
         first, what, *_, hint = self.refused(folder, "out.pt", "--skip-corrupt")
-        assert "is damaged, nothing was written" in first
+        assert "is not whole, nothing was written" in first
         assert "4 of 4 files (ranks 0–3) are missing" in what
         assert hint == "  Nothing undamaged is left to convert."
 

@@ -460,7 +460,7 @@ def test_what_is_being_written_and_what_is_no_checkpoint(steps, tmp_path, monkey
         dcptool.rescue(tmp_path / "empty", like)
     with pytest.raises(CheckpointNotFoundError, match="is a file"):
         dcptool.rescue(path / "__0_0.distcp", like)
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(LayoutError, match="is the checkpoint itself\nOnly a step of the same run"):
         dcptool.rescue(path, path)
     torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
     with pytest.raises(UnsupportedError, match="no DCP directory"):

@@ -18,6 +18,7 @@ from dcptool.regions import first_gap, volume
 from dcptool.resharding.assign import Held, Share, assign
 from dcptool.resharding.mesh import Cut, Mesh, boxes_of, mislabelled, parse_mesh, parse_placement
 from dcptool.resharding.plan import ReshardOptions, default_target, make_plan, options_problem
+from dcptool.resharding.rules import mesh_hint
 from tests.alone import reshard_alone
 from tests.conftest import FOREIGN
 from tests.damage import copy, edit_metadata
@@ -236,8 +237,16 @@ class TestDefaultRule:
         assert {fqn: sorted(held) for fqn, held in boxes(tmp_path / "out").items() if fqn in kept} == {
             fqn: sorted(held) for fqn, held in boxes(FOREIGN / "mesh2d_fsdp_tp").items() if fqn in kept
         }
-        note = next(note for note in plan.notes if "keep their boxes" in note)
-        assert "--mesh dp=4,tp=2 --placement 'GLOB=tp:" in note
+        assert any("keep their boxes" in note for note in plan.notes)
+        note = next(note for note in plan.notes if note.startswith("--mesh dp=4,tp=2 --placement 'GLOB=tp:"))
+        assert "would cut 3 tensors as 8 ranks do: 'model.w2.weight', " in note
+
+    def test_the_mesh_is_told_of_tensors_that_have_its_dimensions_only(self):
+        kept = {"flat": "Shard(0) ×3, irregular", "a": "Shard(0) ×2, Shard(2) ×2", "b": "Shard(0) ×2, Shard(1) ×2"}
+        hint = "--mesh dp=4,tp=2 --placement 'GLOB=tp:1,dp:0'"
+        assert mesh_hint({**kept, "c": kept["b"]}, 8) == (hint, ["b", "c"])
+        assert mesh_hint({"a": kept["a"], "flat": kept["flat"]}, 8)[1] == ["a"]
+        assert mesh_hint(kept, 7) == ("", [])
 
     def test_objects_of_single_ranks_are_copied_and_told(self, four, tmp_path):
         source, _ = four

@@ -13,7 +13,7 @@ from dcptool.checks.extents import Placement, name_of
 from dcptool.chunks import FileUse
 from dcptool.errors import DcptoolError
 from dcptool.findings import Finding, Severity
-from dcptool.formats.dcp.reader import data_file_rank
+from dcptool.formats.dcp.reader import METADATA, data_file_rank, rank_metadata
 from dcptool.formats.safetensors_header import LFS_START
 
 APART_SECONDS = 60.0
@@ -58,7 +58,7 @@ def _short(placement: Placement, name: str, nbytes: int, use: FileUse, total: in
     held = _lost([use], total)
     message = f"{name} is empty; it should hold {held}"
     if nbytes:
-        message = f"{name} is cut short: {nbytes:,} bytes of at least {use.end:,}; it should hold {held}"
+        message = f"{name} is cut short: {_bytes(nbytes)} of at least {use.end:,}; it should hold {held}"
         _, ends = placement.spans(name)
         beyond = [index for index, end in enumerate(ends) if end > nbytes]
         first = name_of(placement.item(name, beyond[0]))
@@ -99,20 +99,41 @@ def _lost(uses: Sequence[FileUse], total: int) -> str:
 
 
 def _leftovers(checkpoint: Checkpoint, usage: Mapping[str, FileUse]) -> list[Finding]:
-    """Note data files with content that the metadata does not name; empty ones are those of idle ranks."""
+    """Note data files with content that the metadata does not name; empty ones are those of idle ranks.
+
+    Where each rank has metadata of its own, files of ranks whose metadata is lost are no leftovers: it named them.
+    """
+    known = _ranks_with_metadata(checkpoint)
     left = sorted(
         name
         for name, nbytes in checkpoint.files.items()
-        if nbytes and name not in usage and data_file_rank(name) is not None
+        if nbytes
+        and name not in usage
+        and (rank := data_file_rank(name)) is not None
+        and (known is None or rank in known)
     )
     if not left:
         return []
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     nbytes = sum(checkpoint.files[name] for name in left)
     whole = all(_starts(checkpoint, name, checkpoint.files[name]).startswith(b"PK") for name in left[:MAX_PEEKED])
-    holds = "hold items of" if whole else "are left by"
-    message = f"{left[0]}{more} ({nbytes:,} bytes) are not named by the metadata: they {holds} an older or wider save"
+    are, they = ("is", "it") if len(left) == 1 else ("are", "they")
+    holds = f"hold{'s' * (len(left) == 1)} items of" if whole else f"{are} left by"
+    message = (
+        f"{left[0]}{more} ({_bytes(nbytes)}) {are} not named by the metadata: {they} {holds} an older or wider save"
+    )
     return [Finding("leftover-files", Severity.NOTE, message, left[0])]
+
+
+def _ranks_with_metadata(checkpoint: Checkpoint) -> set[int] | None:
+    """Return the ranks whose own metadata could be read; None if one metadata file is for all."""
+    ours = [] if METADATA in checkpoint.files else rank_metadata(checkpoint.files)
+    unread = {problem.file for problem in checkpoint.problems}
+    return {int(name[2 : -len(METADATA)]) for name in ours if name not in unread} if ours else None
+
+
+def _bytes(count: int) -> str:
+    return f"{count:,} byte{'s' * (count != 1)}"
 
 
 def _starts(checkpoint: Checkpoint, name: str, nbytes: int) -> bytes:

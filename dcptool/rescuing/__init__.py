@@ -24,6 +24,7 @@ from dcptool.errors import (
     DcptoolError,
     ItemError,
     LayoutError,
+    MetadataError,
     OutputExistsError,
     StorageError,
     UnsupportedError,
@@ -112,6 +113,8 @@ def rescue(
     if location.file is not None:
         raise CheckpointNotFoundError(f"{location.path} is a file; name the folder with the data files")
     before = list_files(location)
+    if os.path.realpath(location.path) == os.path.realpath(locate(like).path):
+        raise LayoutError(f"{location.path} is the checkpoint itself\n{ANOTHER}")
     sibling = _sibling(like)
     lost = _lost(location, before, sibling)
     if os.path.realpath(location.path) == os.path.realpath(sibling.path):
@@ -120,7 +123,7 @@ def rescue(
     target = os.fspath(output) if output is not None else location.path
     if output is not None:
         nbytes = sum(before[name].nbytes for name in names)
-        target = require_place(target, False, nbytes, False, (location.path, sibling.path))
+        target = require_place(target, False, nbytes, None, (location.path, sibling.path))
     placed = _placements(sibling)
     with ThreadPoolExecutor(threads or default_threads()) as pool:
         matches = list(pool.map(lambda name: match_file(sibling, placed.get(name), location.storage, name), names))
@@ -135,7 +138,7 @@ def rescue(
                     raise OutputExistsError(f"{join(location.path, name)} has appeared meanwhile; nothing was written")
                 location.storage.write(name, data)
         elif not dry_run:
-            with prepare(target, False, sum(match.nbytes for match in matches), False, location.path) as place:
+            with prepare(target, False, sum(match.nbytes for match in matches), None, location.path) as place:
                 _write_copy(pool, location.storage, place, matches, _all_metadata(location, before, written))
     return Rescued(
         target,
@@ -156,7 +159,10 @@ def rescue(
 
 def _sibling(like: str | os.PathLike[str]) -> Checkpoint:
     """Open the sibling, which must be whole as far as its metadata and sizes tell."""
-    sibling = open_checkpoint(like)
+    try:
+        sibling = open_checkpoint(like)
+    except (CheckpointNotFoundError, MetadataError) as error:  # what else could be done about it is of no use here
+        raise type(error)(f"{str(error).partition(chr(10))[0]}\n{ANOTHER}") from error
     if sibling.format != "dcp":
         raise UnsupportedError(f"{sibling.path} is {sibling.flavour}, no DCP directory\n{ANOTHER}")
     errors = [finding for finding in check(sibling).findings if finding.severity is Severity.ERROR]
@@ -221,7 +227,7 @@ def _same_files(location: Location, files: Mapping[str, Entry], sibling: Checkpo
     if missing:
         raise LayoutError(
             f"{location.path} has no {missing[0]}, {sibling.path} has ({len(theirs):,} data files there, "
-            f"{len(ours):,} here)\n{ANOTHER}"
+            f"{len(ours):,} here)\nBring the files of all nodes together; if they are, name a step of the same layout."
         )
     if extra:
         raise LayoutError(

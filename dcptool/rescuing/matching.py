@@ -27,6 +27,7 @@ from dcptool.storage import Storage, join
 from dcptool.storage.window import Window
 
 ANOTHER = "Only a step of the same run, saved by as many ranks with the same layout, can stand in: name another one."
+CUT = "It is cut short, or of another layout: copy it again from where it was saved, or resume from another step."
 _KEPT_NBYTES = 4096
 
 
@@ -161,7 +162,8 @@ class _Walk:
             raise ItemError(f"{self._their_path}: {name_of(placed)} is {_words(theirs)}\n{ANOTHER}")
         left = self._nbytes - position
         if not left:
-            raise LayoutError(f"{self._path} ends at byte {position:,}, before {which}\n{ANOTHER}")
+            end = f"ends at byte {position:,}" if position else "is empty"
+            raise LayoutError(f"{self._path} {end}, before {which}\n{CUT}")
         try:
             archive = zip_at_start(_reads(self._ours, self._name, position), left, likely_nbytes)
             ours = _seen(archive, Extent(self._name, position, archive.nbytes))
@@ -192,7 +194,7 @@ class _Walk:
         if last_start != their_start or self._nbytes - start != nbytes:
             raise LayoutError(
                 f"{self._path} has {self._nbytes - start:,} bytes from byte {start:,} on, {self._their_path} a "
-                f"safetensors blob of {nbytes:,}\n{ANOTHER}"
+                f"safetensors blob of {nbytes:,}\n{CUT if self._nbytes - start < nbytes else ANOTHER}"
             )
         if self._header(self._theirs, their_start, nbytes) != self._header(self._ours, start, nbytes):
             raise LayoutError(

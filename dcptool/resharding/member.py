@@ -18,7 +18,7 @@ from dcptool.errors import DcptoolError, ItemError, WorkerError
 from dcptool.findings import Finding
 from dcptool.formats.dcp.write import Arrangement, data_files
 from dcptool.formats.detect import open_checkpoint
-from dcptool.guards import damaged, leftover_notes, require_equal, require_same, source_notes
+from dcptool.guards import ANOTHER_STEP, damaged, leftover_notes, require_equal, require_same, source_notes
 from dcptool.model import OutputFile
 from dcptool.publishing import Target, prepare, require_place
 from dcptool.reading import Progress
@@ -294,7 +294,7 @@ def _require_written(plan: Plan, outcomes: list[_Outcome], options: ReshardOptio
     for finding in settle(plan.source, partly_read, options.threads or 2):
         failures.setdefault((finding.fqn, finding.file, finding.byte_range), finding)
     if failures:
-        raise ItemError(damaged(plan.source, list(failures.values()), ""))
+        raise ItemError(damaged(plan.source, list(failures.values()), ANOTHER_STEP))
 
 
 def _seal(plan: Plan, place: Target, options: ReshardOptions, audience: Audience) -> None:

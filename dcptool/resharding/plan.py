@@ -235,11 +235,13 @@ def _notes(checkpoint: Checkpoint, selection: Selection, rules: LayoutRules, wan
         if not any(map(placement.matches, names)):
             notes.append(f"--placement {placement.glob!r} matches no tensor; names are such as {_named(names)}")
     if rules.kept:
-        hint = mesh_hint(rules.kept, wanted.n_ranks)
-        how = f"; {hint} would cut them as a job of {wanted.n_ranks} ranks does" if hint else ""
-        shown = _named(list(rules.kept))
-        words = next(iter(rules.kept.values()))
-        notes.append(f"{_tensors(len(rules.kept))} keep their boxes ({shown}: {words}), spread over the ranks{how}")
+        first, words = next(iter(rules.kept.items()))
+        others = ", …" if len(rules.kept) > 1 else ""
+        keep = "keeps its boxes" if len(rules.kept) == 1 else "keep their boxes"
+        notes.append(f"{_tensors(len(rules.kept))} {keep}, spread over the ranks: {first!r} ({words}){others}")
+        hint, fitting = mesh_hint(rules.kept, wanted.n_ranks)
+        if hint:
+            notes.append(f"{hint} would cut {_tensors(len(fitting))} as {wanted.n_ranks} ranks do: {_named(fitting)}")
     if rules.unplaced:
         notes.append(
             f"{_tensors(len(rules.unplaced))} match no --placement and are sharded by their stored boxes: "

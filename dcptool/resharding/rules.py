@@ -260,14 +260,26 @@ def like_ranks(like: Checkpoint) -> int:
     return world_size(like) or 1
 
 
-def mesh_hint(kept: Mapping[str, str], n_ranks: int) -> str:
-    """Say which --mesh would cut tensors of two sharded dimensions as that many ranks do, "" if none would."""
-    for words in kept.values():
+def mesh_hint(kept: Mapping[str, str], n_ranks: int) -> tuple[str, list[str]]:
+    """Say which --mesh would cut tensors of two sharded dimensions as that many ranks do, and which it would.
+
+    Args:
+        kept: name → layout of tensors whose boxes are kept.
+        n_ranks: how many ranks there shall be.
+
+    Returns:
+        The options, "" if none would; and the names of the tensors that are sharded along these dimensions.
+    """
+    alike: dict[tuple[int, str, str], list[str]] = {}
+    for name, words in kept.items():
         cuts = [part.partition(" ×") for part in words.split(" + ")[0].split(", ")]
-        if len(cuts) != 2 or not all(name.startswith("Shard(") and count.isdigit() for name, _, count in cuts):
+        if len(cuts) != 2 or not all(cut.startswith("Shard(") and count.isdigit() for cut, _, count in cuts):
             continue
         inner = int(cuts[1][2])
         if n_ranks % inner == 0:
-            outer_dim, inner_dim = (name[6:-1] for name, _, _ in cuts)
-            return f"--mesh dp={n_ranks // inner},tp={inner} --placement 'GLOB=tp:{inner_dim},dp:{outer_dim}'"
-    return ""
+            outer_dim, inner_dim = (cut[6:-1] for cut, _, _ in cuts)
+            alike.setdefault((inner, inner_dim, outer_dim), []).append(name)
+    if not alike:
+        return "", []
+    (inner, inner_dim, outer_dim), names = max(alike.items(), key=lambda item: len(item[1]))
+    return f"--mesh dp={n_ranks // inner},tp={inner} --placement 'GLOB=tp:{inner_dim},dp:{outer_dim}'", names

@@ -64,7 +64,7 @@ def open_dcp(storage: Storage, files: Mapping[str, int]) -> Checkpoint:
         message = "there are rank-local __R.metadata files beside .metadata; .metadata is used"
         problems.append(Finding("two-metadata", Severity.NOTE, message, file=METADATA))
     if names != [METADATA]:
-        problems += _rank_gaps(names, files)
+        problems += _rank_gaps(storage.root, names, files)
     evidence = list(dict.fromkeys(phrase for records in parts.values() for phrase in records.evidence))
     extra = next(iter(parts.values())).extra
     flavour, more = _flavour(storage, files, view, names, extra)
@@ -111,7 +111,8 @@ def _all_records(storage: Storage, names: Mapping[str, int]) -> tuple[dict[str, 
             failed = error
             message = str(error).partition("\n")[0]
             kind = "rank-metadata-damaged" if nbytes else "rank-metadata-missing"
-            problems.append(Finding(kind, Severity.ERROR, message, name))
+            step = f"Move it away, then {rescue_command(storage.root)} may rebuild it."
+            problems.append(Finding(kind, Severity.ERROR, message, name, next_step=step))
     if failed and not parts:
         raise failed
     return parts, problems
@@ -125,7 +126,15 @@ def _records(storage: Storage, name: str, nbytes: int) -> Records:
         check_pickle_start(storage.read(name, 0, min(nbytes, 512)))
         return read_records(storage.read(name, 0, nbytes))
     except MetadataError as error:
-        raise type(error)(f"{path}: {error}\nNothing can be loaded without it; resume from another step.") from error
+        step = f"move it away, then {rescue_command(storage.root)} may rebuild it"
+        raise type(error)(
+            f"{path}: {error}\nNothing can be loaded without it; resume from another step, or {step}."
+        ) from error
+
+
+def rescue_command(path: str) -> str:
+    """Return the command that may rebuild the lost metadata of a checkpoint."""
+    return f"dcptool rescue {path} --like STEP"
 
 
 def _unfinished(storage: Storage, files: Mapping[str, int]) -> str:
@@ -140,7 +149,7 @@ def _unfinished(storage: Storage, files: Mapping[str, int]) -> str:
     )
 
 
-def _rank_gaps(names: list[str], files: Mapping[str, int]) -> list[Finding]:
+def _rank_gaps(root: str, names: list[str], files: Mapping[str, int]) -> list[Finding]:
     """Name the ranks without metadata: those below the highest that has some, and those that left data."""
     ranks = {int(name[2 : -len(".metadata")]) for name in names}
     with_data = {data_file_rank(name) for name, nbytes in files.items() if nbytes} - {None} - ranks
@@ -151,7 +160,8 @@ def _rank_gaps(names: list[str], files: Mapping[str, int]) -> list[Finding]:
     first = next(rank for rank in itertools.count() if rank not in ranks and (n_below or rank in with_data))
     which = f"rank {first}" if n_missing == 1 else f"{n_missing:,} ranks, the first {first},"
     message = f"rank-local metadata of {which} is missing: what was saved there is unknown"
-    return [Finding("rank-metadata-missing", Severity.ERROR, message, next_step="Gather the files of all ranks.")]
+    step = f"Bring the files of all ranks together; if they are, {rescue_command(root)} may rebuild what was lost."
+    return [Finding("rank-metadata-missing", Severity.ERROR, message, next_step=step)]
 
 
 def _flavour(
