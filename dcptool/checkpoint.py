@@ -247,6 +247,15 @@ class Checkpoint(Mapping[str, Entry]):
             raise LayoutError(f"{self.path} has no object {fqn!r}{did_you_mean(fqn, self.entries)}")
         return self._named(entry, None, self.source.value, entry)
 
+    def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
+        """Return an object's unpickled form, inert, and the records of the storages in it.
+
+        Raises:
+            ItemError, StorageError, MetadataError, UnsupportedError: it cannot be read.
+        """
+        found: tuple[Any, dict[str, Record]] = self._named(entry, None, self.source.graph, entry)
+        return found
+
     def payload(self, entry: TensorEntry, chunk: Chunk) -> Payload:
         """Find the payload of one chunk and check that it is the box the metadata says.
 

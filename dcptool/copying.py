@@ -17,9 +17,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint import Checkpoint, TensorEntry
-from dcptool.errors import DcptoolError
+from dcptool.errors import DcptoolError, UnsupportedError
 from dcptool.fill import Piece, RecordCheck, crc32
-from dcptool.findings import Finding, Severity
+from dcptool.findings import Finding, Severity, problem_and_step
 from dcptool.model import Fill, Literal, OutputFile, Record
 from dcptool.reading import BAND_NBYTES, Band, ChunkIndex, Progress, TensorReader, Where, check_whole
 from dcptool.schedule import Begin, Bytes, Carried, End, Output, Run, Share, Step, schedule
@@ -141,8 +141,11 @@ def _damage(source: Checkpoint, found: PartlyRead, message: str) -> Finding:
     return damaged_item(message, (found.fqn, chunk, found.record))
 
 
-def damaged_item(message: str, where: Where) -> Finding:
-    """Return the finding that something stored is damaged."""
+def damaged_item(message: str, where: Where, unsupported: bool = False) -> Finding:
+    """Return the finding that something stored is damaged, or of a form that cannot be read here."""
+    step = ""
+    if unsupported:
+        message, step = problem_and_step(message)
     fqn, chunk, record = where
     item = chunk.item if chunk else record.item if record else None
     span = (item.byte_offset, item.byte_offset + item.nbytes) if item else None
@@ -150,7 +153,7 @@ def damaged_item(message: str, where: Where) -> Finding:
     at = f" at {list(chunk.offsets)}" if chunk and chunk.offsets else ""
     name = f"{fqn!r}{at}: " if fqn else ""
     return Finding(
-        "damaged-item",
+        "unsupported-item" if unsupported else "damaged-item",
         Severity.ERROR,
         f"{place}{name}{message}",
         item.file if item else None,
@@ -158,6 +161,7 @@ def damaged_item(message: str, where: Where) -> Finding:
         chunk.offsets if chunk else None,
         chunk.sizes if chunk else None,
         span,
+        step,
     )
 
 
@@ -284,7 +288,7 @@ class _Engine:
                 self._source.source.read_into(step.record, step.start, out)
                 step.check.update(step.start, out)
         except DcptoolError as error:
-            self._fail(str(error), step.where)
+            self._fail(str(error), step.where, isinstance(error, UnsupportedError))
             out[:] = bytes(len(out))
         return out
 
@@ -305,8 +309,8 @@ class _Engine:
             elif message := check.problem():
                 self._fail(message, (fqn, end.reader.entry.chunks[index], check.record))
 
-    def _fail(self, message: str, where: Where) -> None:
-        self._note_all([damaged_item(message, where)])
+    def _fail(self, message: str, where: Where, unsupported: bool = False) -> None:
+        self._note_all([damaged_item(message, where, unsupported)])
 
     def _note_all(self, failures: Sequence[Finding]) -> None:
         with self._lock:

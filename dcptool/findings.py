@@ -49,6 +49,16 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
+def problem_and_step(message: str) -> tuple[str, str]:
+    """Split what is said of an item of an unsupported form into the problem and what to do, which may be "".
+
+    >>> problem_and_step("it is zstd-compressed; pip install 'dcptool[zstd]'")
+    ('it is zstd-compressed', "pip install 'dcptool[zstd]'")
+    """
+    problem, _, step = message.partition("; ")
+    return problem, step
+
+
 def inside(part: str, finding: Finding) -> Finding:
     """Return a finding of a part as one of the folder that holds it; `part` is its path there, "" the folder itself."""
     if not part:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, Entry, TensorEntry, require_box
-from dcptool.errors import DcptoolError, LayoutError
+from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
 from dcptool.fill import RecordCheck, fill
 from dcptool.model import Chunk, Fill, Payload, Record
 from dcptool.regions import Box, bounding, index_in, intersect, volume
@@ -69,7 +69,8 @@ class TensorReader:
         source: the checkpoint.
         parts: what is wanted: boxes of one tensor, all of one dtype.
         chunks: of the tensor.
-        fail: told what cannot be read or does not check; zeros stand in its place.
+        fail: told what cannot be read or does not check, where, and whether its form is unsupported; zeros stand in
+            its place.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class TensorReader:
                 payload, check = self._payload(index, chunk)
                 fill(payload, self._source.source.read_into, here, part, check.update)
             except DcptoolError as error:
-                self._fail(str(error), (self.entry.fqn, chunk, None))
+                self._fail(str(error), (self.entry.fqn, chunk, None), isinstance(error, UnsupportedError))
                 part[...] = _zero(array)
         if covered != volume(box[1]):
             raise LayoutError(f"no chunk holds all of the box at {list(box[0])} sizes {list(box[1])}")

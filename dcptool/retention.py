@@ -113,8 +113,10 @@ def plan_prune(
             if archive_every and (verdict.step or 0) % archive_every == 0:
                 return True, f"milestone: a multiple of {archive_every}"
             return False, f"older than the newest {keep}"
-        if state in (State.IN_PROGRESS, State.OTHER):
-            return True, "it is being written" if state is State.IN_PROGRESS else "no DCP checkpoint: left alone"
+        if state is State.IN_PROGRESS:
+            return True, "it is being written"
+        if state is State.OTHER:
+            return True, "could not be read: left alone" if verdict.parts else "no DCP checkpoint: left alone"
         if not include_incomplete:
             return True, f"{state.value}: left alone without --include-incomplete"
         if not complete:

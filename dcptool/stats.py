@@ -83,12 +83,14 @@ class StatsReport(NamedTuple):
         findings: tensors that could not be read (errors), that hold NaN or infinities (a warning), that are all zero,
             constant, or the trace of training that never reached a parameter (notes).
         nbytes: of the values that were read.
+        n_unproven: tensors with values that are stored without a checksum.
     """
 
     path: str
     tensors: tuple[TensorStats, ...]
     findings: tuple[Finding, ...]
     nbytes: int
+    n_unproven: int = 0
 
     @property
     def good(self) -> bool:
@@ -150,7 +152,7 @@ def stats_of(
             found, told = read.state.finish(run)
             tensors.append(found)
             findings += told
-    return StatsReport(checkpoint.path, tuple(tensors), (*findings, *_pointed_out(tensors)), nbytes)
+    return StatsReport(checkpoint.path, tuple(tensors), (*findings, *_pointed_out(tensors)), nbytes, run.n_unproven)
 
 
 class _Read(NamedTuple):
@@ -167,6 +169,7 @@ class _Run:
         self.checkpoint = checkpoint
         self._local = threading.local()
         self._problems: dict[tuple[str, int, int], str] = {}
+        self.n_unproven = 0
         # What decompresses an item keeps the result, and is made for one thread.
         self._lock = threading.Lock() if any(checkpoint.table.transforms) else nullcontext()
 
@@ -262,6 +265,8 @@ class _State:
         if self._reader and not self.failures:
             for message, where in run.damage(self._reader):
                 self.fail(message, where)
+            records = [check.record for _, check in self._reader.checks()]
+            run.n_unproven += any(record.crc32 is None and record.nbytes for record in records)
         self._reader = None
         head = TensorStats(entry.fqn, entry.dtype, entry.shape, _measured(entry.dtype))
         if self.failures:
@@ -287,10 +292,13 @@ def _measured(dtype: str) -> str:
 
 
 def _finding(checkpoint: Checkpoint, message: str, where: Where, unsupported: bool, n_more: int) -> Finding:
-    fqn = where[0]
-    if unsupported:
+    fqn, chunk, _ = where
+    if unsupported and not chunk:
         return Finding("not-computed", Severity.NOTE, f"no statistics of {fqn!r}: {message}", fqn=fqn)
     more = f" (and {n_more:,} more such chunks of it)" if n_more else ""
+    if unsupported:
+        found = damaged_item(message, where, unsupported)
+        return found._replace(message=found.message + more)
     found = damaged_item(message + more, where)
     return found._replace(kind="unreadable", next_step=f"dcptool verify --deep {checkpoint.path}")
 

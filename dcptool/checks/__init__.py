@@ -16,7 +16,7 @@ from dcptool.checks.copies import overlap_verdict, replica_problems
 from dcptool.checks.extents import Placement, edge_problems, extent_problems, short_items
 from dcptool.checks.families import family_problems
 from dcptool.checks.files import file_problems, mixed_times
-from dcptool.checks.items import Tally, item_problems
+from dcptool.checks.items import UNSUPPORTED, Tally, item_problems
 from dcptool.checks.paths import path_problems
 from dcptool.cover import Cover, cover
 from dcptool.errors import LayoutError
@@ -180,8 +180,14 @@ def _unverifiable(checkpoint: Checkpoint, tally: Tally) -> list[Finding]:
 
 
 def state_of(problems: Iterable[Finding]) -> str:
-    """Return "complete", "incomplete" (something is not there) or "damaged" (anything else wrong)."""
+    """Return "complete", "incomplete" (something is not there), "damaged" (anything else wrong), or "other".
+
+    That is: nothing is known to be wrong, but items could not be looked into.
+    """
     kinds = {problem.kind for problem in problems if problem.severity is Severity.ERROR}
     if not kinds:
         return "complete"
+    kinds -= {UNSUPPORTED}
+    if not kinds:
+        return "other"
     return "incomplete" if kinds <= INCOMPLETE_KINDS else "damaged"

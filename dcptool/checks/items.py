@@ -14,7 +14,7 @@ from dcptool.checkpoint import Checkpoint, TensorEntry, require_box
 from dcptool.checks.extents import Placed, Placement, name_of
 from dcptool.errors import DcptoolError, ItemError, StorageError, UnsupportedError
 from dcptool.fill import crc32
-from dcptool.findings import Finding, Severity
+from dcptool.findings import Finding, Severity, problem_and_step
 from dcptool.model import Record
 from dcptool.reading import Progress
 from dcptool.storage.window import Window
@@ -23,17 +23,23 @@ HEADERS_NBYTES = 64 << 10
 """Where only headers are wanted, items up to this length are read together."""
 JOB_NBYTES = 64 << 20
 """A thread takes so many bytes of a file at a time."""
+UNSUPPORTED = "unsupported-item"
+"""The kind of findings on items that cannot be looked into here: nothing is known of them."""
 MAX_PER_FILE = 1_000
 """Findings of one file that are told one by one."""
 
 
 class Tally(NamedTuple):
-    """What was looked at: items, those whose writer stored no checksum, and bytes read."""
+    """What was looked at: items, those whose writer stored no checksum, bytes read, and items that were not looked at.
+
+    These are in files that cannot be read, damaged, or of a form that cannot be read here; no other number has them.
+    """
 
     n_items: int = 0
     n_unverifiable: int = 0
     unverifiable_nbytes: int = 0
     nbytes: int = 0
+    n_unread: int = 0
 
     def plus(self, other: Tally) -> Tally:
         return Tally(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
@@ -81,15 +87,19 @@ def item_problems(
     problems: list[Finding] = []
     tally = Tally()
     told: dict[str, int] = {}
+    untold: dict[tuple[str, bool], int] = {}
     for job, (found, looked) in zip(jobs, done, strict=True):
         tally = tally.plus(looked)
         room = MAX_PER_FILE - told.get(job.file, 0)
         problems += found[: max(room, 0)]
         told[job.file] = told.get(job.file, 0) + len(found)
-    for file, count in told.items():
-        if count > MAX_PER_FILE:
-            message = f"{count - MAX_PER_FILE:,} more items of {file} are damaged"
-            problems.append(Finding("damaged-item", Severity.ERROR, message, file))
+        for finding in found[max(room, 0) :]:
+            key = job.file, finding.kind == UNSUPPORTED
+            untold[key] = untold.get(key, 0) + 1
+    for (file, unsupported), count in untold.items():
+        what = "cannot be looked into" if unsupported else "are damaged"
+        kind = UNSUPPORTED if unsupported else "damaged-item"
+        problems.append(Finding(kind, Severity.ERROR, f"{count:,} more items of {file} {what}", file))
     return problems, tally
 
 
@@ -125,7 +135,7 @@ class _Scan:
         self._buffer = memoryview(bytearray(piece if deep else 0))
         self._seen: set[tuple[int, int, int]] = set()
         self.problems: list[Finding] = []
-        self._n_items = self._n_unverifiable = self._unverifiable_nbytes = self._nbytes = 0
+        self._tally = Tally()
 
     def run(self, job: Job) -> tuple[list[Finding], Tally]:
         starts, ends = (column[job.first : job.last] for column in self._placement.spans(job.file))
@@ -142,46 +152,45 @@ class _Scan:
                     self._window.load(job.file, starts[index], end)
             for at in there[position:last]:
                 placed = self._placement.item(job.file, job.first + at)
-                self._n_items += 1
+                looked = Tally(n_unread=1)
                 with self._telling(placed):
-                    self._look_at(placed)
+                    looked = self._look_at(placed)
+                self._tally = self._tally.plus(looked)
             position = last
-        return self.problems, Tally(self._n_items, self._n_unverifiable, self._unverifiable_nbytes, self._nbytes)
+        return self.problems, self._tally
 
-    def _look_at(self, placed: Placed) -> None:
+    def _look_at(self, placed: Placed) -> Tally:
         entry, chunk = placed.entry, placed.chunk
         payload, records = self._source.examine(entry, chunk, placed.item)
-        if all(record.crc32 is None for record in records if record.nbytes):
-            self._n_unverifiable += 1
-            self._unverifiable_nbytes += sum(record.nbytes for record in records)
-        if self._deep:
-            for record in records:
-                self._read(placed, record)
+        unsure = all(record.crc32 is None for record in records if record.nbytes)
+        nbytes = sum(record.nbytes for record in records) if unsure else 0
+        n_read = sum(self._read(placed, record) for record in records) if self._deep else 0
         if payload and chunk and isinstance(entry, TensorEntry):
             try:
                 require_box(payload, entry, chunk)
             except ItemError as error:
-                self._add("wrong-item", Severity.ERROR, placed, str(error), _TWO_SAVES)
+                self._add("wrong-item", placed, str(error), _TWO_SAVES)
+        return Tally(1, int(unsure), nbytes, n_read)
 
-    def _read(self, placed: Placed, record: Record) -> None:
-        """Read a record once and check its CRC32."""
+    def _read(self, placed: Placed, record: Record) -> int:
+        """Read a record once and check its CRC32; return the bytes read."""
         key = (record.item.byte_offset, record.byte_offset, record.nbytes)
         if key in self._seen:  # tensors of a `.pt` share storages
-            return
+            return 0
         if self._checkpoint.format != "dcp":
             self._seen.add(key)
         value = 0
         for start in range(0, record.nbytes, len(self._buffer)):
             if self._stop.is_set():
-                return
+                return 0
             piece = self._buffer[: record.nbytes - start]
             self._source.read_into(record, start, piece)
             value = crc32(piece, value)
             self._progress(len(piece))
-        self._nbytes += record.nbytes
         if record.crc32 is not None and value != record.crc32:
             message = f"record {record.name} has CRC32 {value:08x}, stored is {record.crc32:08x}: bytes were changed"
-            self._add("wrong-crc", Severity.ERROR, placed, message)
+            self._add("wrong-crc", placed, message)
+        return record.nbytes
 
     @contextmanager
     def _telling(self, placed: Placed) -> Iterator[None]:
@@ -189,24 +198,26 @@ class _Scan:
         try:
             yield
         except UnsupportedError as error:
-            self._add("unsupported-item", Severity.WARNING, placed, str(error))
+            problem, step = problem_and_step(str(error))
+            self._add(UNSUPPORTED, placed, problem, step or _UNKNOWN)
         except StorageError as error:
-            self._add("unreadable", Severity.ERROR, placed, str(error))
+            self._add("unreadable", placed, str(error))
         except DcptoolError as error:
-            self._add("damaged-item", Severity.ERROR, placed, str(error))
+            self._add("damaged-item", placed, str(error))
 
-    def _add(self, kind: str, severity: Severity, placed: Placed, message: str, step: str = "") -> None:
+    def _add(self, kind: str, placed: Placed, message: str, step: str = "") -> None:
         item, chunk = placed.item, placed.chunk
         span = (item.byte_offset, item.byte_offset + item.nbytes)
         where = f"{item.file}, bytes {span[0]:,}–{span[1]:,}: {name_of(placed)}: "
         offsets, sizes = (chunk.offsets, chunk.sizes) if chunk else (None, None)
         text = where + message.partition("\n")[0].removeprefix(f"{item.file}: ")
         self.problems.append(
-            Finding(kind, severity, text, item.file, placed.entry.fqn, offsets, sizes, span, step or _AGAIN)
+            Finding(kind, Severity.ERROR, text, item.file, placed.entry.fqn, offsets, sizes, span, step or _AGAIN)
         )
 
 
 _TWO_SAVES = (
     "Or torch itself named uneven shards of FSDP × TP wrongly (rows not divisible by tp); it cannot load them either."
 )
+_UNKNOWN = "Nothing is known of it; dcptool verify --load shows whether torch loads it."
 _AGAIN = "Copy this file again from where it was saved, or resume from another step."

@@ -61,7 +61,7 @@ def _fill(tensor: SelectedTensor) -> Fill:
 
 
 def _carried(checkpoint: Checkpoint, item: SelectedObject, keys: Keys) -> Any:
-    return rekey(ObjectGraph(*checkpoint.source.graph(item.entry)), keys)
+    return rekey(ObjectGraph(*checkpoint.graph(item.entry)), keys)
 
 
 def _set(root: dict[Any, Any], path: Path, value: Any, name: str) -> int:

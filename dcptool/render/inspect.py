@@ -36,7 +36,7 @@ def to_text(summary: Summary, width: int, by_file: bool = False, values: bool = 
     in_full = count == 1 and not (by_file or values or summary.stats)
     reports = summary.stats or (None,) * len(summary.checkpoints)
     for checkpoint, report in zip(summary.checkpoints, reports, strict=True):
-        blocks.append(_checkpoint_text(checkpoint, report is not None))
+        blocks.append(_checkpoint_text(checkpoint, report))
         blocks += [_files_text(checkpoint)] if by_file else []
         blocks += [_values_text(checkpoint)] if values else []
         blocks += [_stats_text(report, width)] if report else []
@@ -74,7 +74,7 @@ def _run_text(summary: Summary) -> str:
 
 def _indented(message: str) -> str:
     """Return lines of a message with the second and later ones indented, so that none can pass for another."""
-    return "\n  ".join(map(shown, message.splitlines()))
+    return "\n  ".join(shown(line.strip()) for line in message.splitlines())
 
 
 def _quoted(path: str) -> str:
@@ -83,7 +83,7 @@ def _quoted(path: str) -> str:
     return shown(shlex.quote(path))
 
 
-def _checkpoint_text(checkpoint: CheckpointSummary, is_read: bool) -> str:
+def _checkpoint_text(checkpoint: CheckpointSummary, report: StatsReport | None) -> str:
     evidence = f" ({'; '.join(map(shown, checkpoint.evidence))})" if checkpoint.evidence else ""
     size = str(checkpoint.world_size) if checkpoint.world_size else "unknown"
     total = sum(tensor.nbytes for tensor in checkpoint.tensors)
@@ -92,7 +92,7 @@ def _checkpoint_text(checkpoint: CheckpointSummary, is_read: bool) -> str:
     selected = "" if n_shown == checkpoint.n_entries else f" (selected from {plural(checkpoint.n_entries, 'entry')})"
     facts = [
         ["format", shown(checkpoint.flavour) + evidence],
-        ["state", checkpoint.state + _state_hint(checkpoint, is_read)],
+        ["state", checkpoint.state + _state_hint(checkpoint, report)],
         *([["world size", size]] if checkpoint.world_size or checkpoint.format == "dcp" else []),
         ["files", f"{plural(n_files, 'file')}, {nbytes(checkpoint.nbytes)}"],
         [
@@ -110,11 +110,20 @@ def _checkpoint_text(checkpoint: CheckpointSummary, is_read: bool) -> str:
     return "\n\n".join(block for block in blocks if block)
 
 
-def _state_hint(checkpoint: CheckpointSummary, is_read: bool) -> str:
-    if checkpoint.state == "complete":
-        checked = "the tensors below read, no CRC32 wrong" if is_read else "contents not checked"
-        return f" (all files there and long enough; {checked})"
-    return ""
+def _state_hint(checkpoint: CheckpointSummary, report: StatsReport | None) -> str:
+    if checkpoint.state not in ("complete", "other"):
+        return ""
+    checked = "contents not checked"
+    if checkpoint.state == "other":
+        checked = "what is said below could not be read"
+    elif report:
+        n_read = sum(tensor.n_values > 0 for tensor in report.tensors)
+        checked = "the tensors below read, no CRC32 wrong"
+        if n_read and report.n_unproven >= n_read:
+            checked = "the tensors below read; stored without checksums"
+        elif report.n_unproven:
+            checked += f"; {report.n_unproven:,} of {n_read:,} stored without"
+    return f" (all files there and long enough; {checked})"
 
 
 def _problems_text(checkpoint: CheckpointSummary) -> str:

@@ -43,9 +43,11 @@ def verify_text(report: VerifyReport, width: int) -> str:
     used = sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) + 4
     rows = [[*row, _worst(verdict, max(width - used, 40))] for row, verdict in zip(rows, report.verdicts, strict=True)]
     headers = ["step", "state", "marker", "files", "bytes", "age", "worst finding"]
+    n_unread = sum(verdict.tally.n_unread for verdict in report.verdicts)
+    unread = f"; {plural(n_unread, 'item')} could not be read" if n_unread else ""
     blocks = [
         f"{shown(report.path)} is a run directory with {plural(len(rows), 'step')}; checked: "
-        f"{_ALSO[report.verdicts[0].level]}",
+        f"{_ALSO[report.verdicts[0].level]}{unread}",
         table(headers, rows, right=(3, 4, 5)),
     ]
     for verdict in report.verdicts:
@@ -80,10 +82,14 @@ def _checked(verdict: Verdict) -> str:
     if verdict.level is Level.METADATA:
         return _ALSO[verdict.level]
     items = plural(tally.n_items, "item")
+    unread = f"{plural(tally.n_unread, 'item')} could not be read" if tally.n_unread else ""
+    if unread and not tally.n_items:
+        return f"nothing: {unread}"
+    unread = f"; {unread}" if unread else ""
     if verdict.level is Level.RECORDS:
-        return f"the headers of {items}; --deep reads every byte"
+        return f"the headers of {items}{unread}; --deep reads every byte"
     unsure = f", {tally.n_unverifiable:,} of them without checksums" if tally.n_unverifiable else ""
-    return f"every byte of {items}, {nbytes(tally.nbytes)}{unsure}"
+    return f"every byte of {items}, {nbytes(tally.nbytes)}{unsure}{unread}"
 
 
 def _marker_word(marker: Marker | None) -> str:
@@ -124,7 +130,7 @@ def finding_lines(findings: Iterable[Finding], indent: str = "  ") -> list[str]:
 
 
 def _indented(message: str, indent: str) -> str:
-    return f"\n{indent}  ".join(map(shown, message.splitlines()))
+    return f"\n{indent}  ".join(shown(line.strip()) for line in message.splitlines())
 
 
 def age(written: float | None) -> str:
@@ -194,7 +200,7 @@ def latest_json(latest: Latest) -> dict[str, Any]:
 def latest_lines(latest: Latest) -> list[str]:
     """Return why newer steps were passed over, what is odd about the answer and wrong with pointers, for stderr."""
     if latest.problem:
-        return [shown(line) for line in latest.problem.splitlines()]
+        return [_indented(latest.problem, "")]
     lines = []
     for verdict in latest.skipped:
         loud = "WARNING: " if verdict.state is State.UNMARKED else ""

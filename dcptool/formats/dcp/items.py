@@ -186,7 +186,9 @@ def undo_transforms(data: bytes, transforms: tuple[str, ...], limit: int) -> byt
     """
     for name in reversed(transforms):
         if name.partition("/")[0] != "stream.zstd":
-            raise UnsupportedError(f"its bytes went through {name!r}, which this dcptool does not know")
+            raise UnsupportedError(
+                f"its bytes went through {name!r}, which is unknown to this dcptool; a newer version may know it"
+            )
         try:
             import zstandard
         except ImportError:

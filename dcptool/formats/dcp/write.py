@@ -226,7 +226,7 @@ def _tensor_zip(dtype: str, sizes: Ints) -> Template:
 
 def _object_members(checkpoint: Checkpoint, item: SelectedObject) -> list[Member]:
     keys = Keys()
-    root = rekey(ObjectGraph(*checkpoint.source.graph(item.entry)), keys)
+    root = rekey(ObjectGraph(*checkpoint.graph(item.entry)), keys)
     return [
         Member("data.pkl", Literal(emit(root, 2))),
         *(Member(f"data/{key}", Verbatim(record)) for key, record in keys.records.items()),

@@ -10,6 +10,8 @@ const LEVELS = {
   records: "the headers of every item",
   deep: "every byte and every checksum",
 };
+const unread = () =>
+  data.checked.n_unread ? `, but ${plural(data.checked.n_unread, "item")} could not be read` : "";
 const total = data.tensors.reduce((sum, tensor) => sum + tensor[NBYTES], 0);
 
 function header() {
@@ -22,7 +24,7 @@ function header() {
   );
   if (errors) byId("state").append(badge("error", plural(errors, "error")));
   if (warnings) byId("state").append(badge("warning", plural(warnings, "warning")));
-  byId("state").append(make("span", { class: "quiet" }, `checked: ${LEVELS[data.level]}`));
+  byId("state").append(make("span", { class: "quiet" }, `checked: ${LEVELS[data.level]}${unread()}`));
   const nChunks = data.tensors.reduce((sum, tensor) => sum + tensor[COUNT], 0);
   const elements = data.tensors.reduce((sum, tensor) => sum + volume(tensor[SHAPE]), 0);
   const there = data.files.filter((file) => file[1] !== null).length;
@@ -63,7 +65,7 @@ function header() {
   if (shownEntries !== data.n_entries)
     facts.push(["Selected", `${count(shownEntries)} of ${count(data.n_entries)} entries`]);
   if (data.level !== "metadata")
-    facts.push(["Checked", `${plural(data.checked.n_items, "item")}, ${size(data.checked.nbytes)}`]);
+    facts.push(["Checked", `${plural(data.checked.n_items, "item")}, ${size(data.checked.nbytes)}${unread()}`]);
   for (const [term, text] of facts) byId("facts").append(make("dt", {}, term), make("dd", {}, text));
   byId("footer").textContent =
     `Written by dcptool ${data.version}, ${data.created}. This page loads nothing and sends nothing.`;
