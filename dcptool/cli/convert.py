@@ -8,8 +8,8 @@ from dcptool.cli import options
 
 
 @click.command(epilog="Example: dcptool convert --to safetensors --keys 'model.*' ckpt/step_500 model.safetensors")
-@click.argument("source", metavar="SRC", type=click.Path())
-@click.argument("target", metavar="DST", type=click.Path())
+@click.argument("source", metavar="SRC", type=options.PATH)
+@click.argument("target", metavar="DST", type=options.PATH)
 @click.option("--to", type=click.Choice(["torch", "safetensors", "dcp"]), required=True, help="Format of DST.")
 @options.selection
 @click.option("--strip-prefix", default="", metavar="P", help="Take this off the front of names.")

@@ -8,8 +8,8 @@ from dcptool.cli import options
 
 
 @click.command(epilog="Example: dcptool diff ckpt/step_500 model.safetensors --strip-prefix-a model.")
-@click.argument("a", metavar="A", type=click.Path())
-@click.argument("b", metavar="B", type=click.Path())
+@click.argument("a", metavar="A", type=options.PATH)
+@click.argument("b", metavar="B", type=options.PATH)
 @click.option("--layout", is_flag=True, help="Also compare how tensors are cut into chunks.")
 @click.option("--rtol", type=options.Tolerance(), default=0.0, metavar="R", help="Take |a - b| up to R·|b| …")
 @click.option("--atol", type=options.Tolerance(), default=0.0, metavar="T", help="… plus T as equal; bitwise without.")

@@ -8,7 +8,7 @@ from dcptool.cli import options
 
 
 @click.command(epilog="Example: dcptool inspect ckpt/step_500 --keys 'model.*' --chunks")
-@click.argument("path", type=click.Path())
+@click.argument("path", type=options.PATH)
 @click.option("--chunks", is_flag=True, help="List every tensor's boxes and where they are stored.")
 @click.option("--values", is_flag=True, help="Print the first elements of each tensor and objects in full.")
 @click.option("--stats", is_flag=True, help="Read all tensors shown: min, max, mean, std, norm, zeros, NaN, Inf.")

@@ -8,7 +8,7 @@ from dcptool.cli import options
 
 
 @click.command(epilog="Example: dcptool interval --save 45s --failures 466 --in 54d --restart 10m --interval 1h")
-@click.argument("run_dir", required=False, type=click.Path())
+@click.argument("run_dir", required=False, type=options.PATH)
 @click.option("--save", type=options.Duration(), metavar="DURATION", help="How long training stands still for a save.")
 @click.option("--mtbf", type=options.Duration(), metavar="DURATION", help="Mean time between failures of the job …")
 @click.option("--failures", type=click.IntRange(1), metavar="N", help="… or how many there were …")

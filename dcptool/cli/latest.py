@@ -8,7 +8,7 @@ from dcptool.cli import options
 
 
 @click.command(epilog='Example: torchrun train.py --resume "$(dcptool latest ckpt)"')
-@click.argument("run_dir", type=click.Path())
+@click.argument("run_dir", type=options.PATH)
 @click.option("--deep", is_flag=True, help="Read every byte of the candidates and check every checksum.")
 @options.require_marker
 @options.require_parts

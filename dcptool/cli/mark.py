@@ -8,7 +8,7 @@ from dcptool.cli import options
 
 
 @click.command(epilog="Example: dcptool mark ckpt/step_500")
-@click.argument("path", metavar="CKPT", type=click.Path())
+@click.argument("path", metavar="CKPT", type=options.PATH)
 @click.option("--checksums", is_flag=True, help="Also keep the SHA-256 of every file; reads every byte.")
 @options.marker
 @options.threads

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+PATH = click.Path(readable=False)
+"""A path or URL; whether it can be read is for the library to say, in its own words."""
 
 _keys = click.option(
     "--keys", multiple=True, metavar="GLOB", help="Only entries whose whole name matches; * crosses dots. Repeatable."
@@ -79,7 +81,7 @@ also = click.option(
     "--also",
     multiple=True,
     metavar="DIR",
-    type=click.Path(),
+    type=PATH,
     help="A folder with further files of the same save, such as another node's disk. Repeatable.",
 )
 threads = click.option(

@@ -10,7 +10,7 @@ from dcptool.cli import options
 
 
 @click.command(epilog="Example: dcptool prune ckpt --keep 3 --archive-every 1000 --dry-run")
-@click.argument("run_dir", type=click.Path())
+@click.argument("run_dir", type=options.PATH)
 @click.option("--keep", type=click.IntRange(1), required=True, help="How many of the newest complete steps to keep.")
 @click.option("--archive-every", type=click.IntRange(1), metavar="STEPS", help="Keep every multiple of this too.")
 @click.option("--include-incomplete", is_flag=True, help="Delete incomplete, damaged and unmarked steps too …")

@@ -8,8 +8,8 @@ from dcptool.cli import options
 
 
 @click.command(epilog="Example: dcptool report --deep ckpt/step_500 -o report.html")
-@click.argument("path", type=click.Path())
-@click.option("-o", "--output", required=True, metavar="FILE", type=click.Path(), help="The page to write.")
+@click.argument("path", type=options.PATH)
+@click.option("-o", "--output", required=True, metavar="FILE", type=options.PATH, help="The page to write.")
 @click.option("--records", is_flag=True, help="Findings as of `verify --records`.")
 @click.option("--deep", is_flag=True, help="Findings as of `verify --deep`: read every byte, check every checksum.")
 @options.selection
@@ -42,6 +42,8 @@ def report(
     from dcptool.page import write_report
     from dcptool.render.report import report_json, report_lines
 
+    if output == "-":
+        raise click.UsageError("-o names a file, such as report.html; the page is not written to stdout")
     options.require_use_of_threads(threads, records or deep, "--records and --deep")
     with bar(quiet) as progress:
         done = write_report(

@@ -8,10 +8,10 @@ from dcptool.cli import options
 
 
 @click.command(epilog="Example: dcptool rescue ckpt/step_500 --like ckpt/step_400")
-@click.argument("path", metavar="CKPT", type=click.Path())
-@click.option("--like", required=True, type=click.Path(), metavar="CKPT", help="A whole step of the same run.")
+@click.argument("path", metavar="CKPT", type=options.PATH)
+@click.option("--like", required=True, type=options.PATH, metavar="CKPT", help="A whole step of the same run.")
 @click.option(
-    "-o", "--output", type=click.Path(), metavar="DIR", help="Write a copy with the metadata here; CKPT stays as it is."
+    "-o", "--output", type=options.PATH, metavar="DIR", help="Write a copy with the metadata here; CKPT stays as it is."
 )
 @click.option("--dry-run", is_flag=True, help="Read and check everything, write nothing.")
 @options.threads

@@ -10,10 +10,10 @@ from dcptool.cli import options
 
 
 @click.command(epilog="Example: dcptool reshard --world-size 48 ckpt/step_500 ckpt-48/step_500")
-@click.argument("source", metavar="[SRC]", type=click.Path(), required=False)
-@click.argument("target", metavar="[DST]", type=click.Path(), required=False)
+@click.argument("source", metavar="[SRC]", type=options.PATH, required=False)
+@click.argument("target", metavar="[DST]", type=options.PATH, required=False)
 @click.option("--world-size", type=click.IntRange(1), metavar="N", help="Ranks that will resume from it.")
-@click.option("--like", type=click.Path(), metavar="CKPT", help="Take over the layout of this checkpoint.")
+@click.option("--like", type=options.PATH, metavar="CKPT", help="Take over the layout of this checkpoint.")
 @click.option("--mesh", metavar="DIMS", help="Device mesh of the target, the outermost first: dp=6,tp=8.")
 @click.option(
     "--placement",

@@ -8,7 +8,7 @@ from dcptool.cli import options
 
 
 @click.command(epilog="Example: dcptool verify --deep ckpt/step_500")
-@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=options.PATH)
 @click.option("--records", is_flag=True, help="Also look into the headers of every stored item.")
 @click.option("--deep", is_flag=True, help="Also read every byte and check every checksum.")
 @click.option(

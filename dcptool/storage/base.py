@@ -192,12 +192,17 @@ def _links(url: str) -> tuple[str, str, str]:
 
 
 class translated:
-    """Turn what a file system may raise into dcptool's errors, naming the path; `missing` if nothing is there."""
+    """Turn what a file system may raise into dcptool's errors, naming the path; `missing` if nothing is there.
 
-    __slots__ = ("_missing", "_path")
+    With `writes` what is inside creates, changes or deletes.
+    """
 
-    def __init__(self, path: str, missing: type[DcptoolError] = CheckpointNotFoundError) -> None:
-        self._path, self._missing = path, missing
+    __slots__ = ("_missing", "_path", "_writes")
+
+    def __init__(
+        self, path: str, missing: type[DcptoolError] = CheckpointNotFoundError, *, writes: bool = False
+    ) -> None:
+        self._path, self._missing, self._writes = path, missing, writes
 
     def __enter__(self) -> None:
         return None
@@ -217,6 +222,8 @@ class translated:
             raise missing(f"{path}: a part of this path is a file, not a folder") from error
         if isinstance(error, PermissionError):
             need = "it needs read access, and its folders search access"
+            if self._writes:
+                need = "its folder needs write access"
             raise StorageError(f"{path}: permission denied; {need}") from error
         if isinstance(error, ValueError | ImportError):
             return  # a malformed URL or a missing library: the caller knows what to say

@@ -136,7 +136,7 @@ class LocalStorage:
         path = self._path(name)
         # Not a name like the step's: trainers' clean-up matches loosely.
         temporary = os.path.join(os.path.dirname(path), f".dcptool-{os.urandom(4).hex()}.tmp")
-        with translated(path, StorageError):
+        with translated(path, StorageError, writes=True):
             try:
                 with open(temporary, "xb") as file:
                     file.write(data)
@@ -151,12 +151,12 @@ class LocalStorage:
 
     def create(self, name: str) -> LocalSink:
         path = self._path(name)
-        with translated(path, StorageError):
+        with translated(path, StorageError, writes=True):
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             return LocalSink(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
 
     def delete(self, name: str) -> None:
-        with suppress(CheckpointNotFoundError), translated(self._path(name)):
+        with suppress(CheckpointNotFoundError), translated(self._path(name), writes=True):
             os.unlink(self._path(name))
             _sync_folder(os.path.dirname(self._path(name)))
 
@@ -166,7 +166,7 @@ class LocalStorage:
         path = self._path(name)
         if os.path.islink(path):
             raise StorageError(f"{path} is a link; what it points at is not deleted")
-        with translated(path, StorageError):
+        with translated(path, StorageError, writes=True):
             for _ in range(_DELETE_ATTEMPTS):
                 try:
                     shutil.rmtree(path)
@@ -207,7 +207,7 @@ class LocalSink:
         self._gathered.clear()
 
     def _write(self, rest: memoryview) -> None:
-        with translated(self._path, StorageError):
+        with translated(self._path, StorageError, writes=True):
             while rest:
                 count = os.write(self._descriptor, rest)
                 rest = rest[count:]
@@ -217,7 +217,7 @@ class LocalSink:
             self._begun = self._written
 
     def finish(self) -> None:
-        with translated(self._path, StorageError):
+        with translated(self._path, StorageError, writes=True):
             try:
                 self._flush()
                 os.fsync(self._descriptor)

@@ -91,11 +91,11 @@ class FsspecStorage:
         return FsspecStorage(self._filesystem, join(self.root, folder), self._path(folder))
 
     def write(self, name: str, data: bytes) -> None:
-        with translated(self._url(name), StorageError):
+        with translated(self._url(name), StorageError, writes=True):
             self._filesystem.pipe_file(self._path(name), data)
 
     def create(self, name: str) -> RemoteSink:
-        with translated(self._url(name), StorageError):
+        with translated(self._url(name), StorageError, writes=True):
             if self._filesystem.exists(self._path(name)):
                 raise StorageError(f"{self._url(name)} is there already")
             self._filesystem.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
@@ -103,15 +103,15 @@ class FsspecStorage:
         return RemoteSink(self._url(name), opened)
 
     def delete(self, name: str) -> None:
-        with suppress(CheckpointNotFoundError), translated(self._url(name)):
+        with suppress(CheckpointNotFoundError), translated(self._url(name), writes=True):
             self._filesystem.rm_file(self._path(name))
 
     def delete_folder(self, name: str) -> None:
         for _ in range(_DELETE_ATTEMPTS):
-            with suppress(CheckpointNotFoundError), translated(self._url(name)):
+            with suppress(CheckpointNotFoundError), translated(self._url(name), writes=True):
                 self._filesystem.invalidate_cache()
                 self._filesystem.rm(self._path(name), recursive=True)
-            with translated(self._url(name)):
+            with translated(self._url(name), writes=True):
                 self._filesystem.invalidate_cache()
                 if not self._filesystem.exists(self._path(name)):
                     return
@@ -128,11 +128,11 @@ class RemoteSink:
         self._url, self._opened = url, opened
 
     def write(self, data: bytes | memoryview) -> None:
-        with translated(self._url, StorageError):
+        with translated(self._url, StorageError, writes=True):
             self._opened.write(bytes(data))
 
     def finish(self) -> None:
-        with translated(self._url, StorageError):
+        with translated(self._url, StorageError, writes=True):
             self._opened.close()
             self._opened.commit()
 
