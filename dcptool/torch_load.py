@@ -127,7 +127,7 @@ def _refusal(checkpoint: Checkpoint, trust: bool) -> Finding | None:
     if METADATA not in checkpoint.files:
         message = "rank-local metadata (__R.metadata), no .metadata: torch loads it only at the same number of ranks"
         next_step = "`dcptool convert --to dcp` joins the ranks' metadata into one."
-        return Finding("torch-cannot-load", Severity.ERROR, message, next_step=next_step)
+        return Finding("torch-cannot-load", Severity.WARNING, message, next_step=next_step)
     unknown = [problem for problem in checkpoint.problems if problem.kind == "unknown-global"]
     if not unknown or trust:
         return None

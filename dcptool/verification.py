@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dcptool.activity import exists
 from dcptool.errors import CheckpointNotFoundError, StorageError
-from dcptool.findings import Finding, Severity
+from dcptool.findings import Finding, Severity, worst_first
 from dcptool.formats.detect import open_part
 from dcptool.marker import is_of_save
 from dcptool.reading import Progress
@@ -104,7 +104,7 @@ def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> V
     state = State.DAMAGED if bad and verdict.whole else verdict.state
     errors = [finding for finding in findings if finding.severity is Severity.ERROR]
     rest = [finding for finding in findings if finding.severity is not Severity.ERROR]
-    return verdict._replace(state=state, findings=(*errors, *verdict.findings, *rest))
+    return verdict._replace(state=state, findings=tuple(worst_first([*errors, *verdict.findings, *rest])))
 
 
 def judge_step(run: Run, name: str, options: VerifyOptions, progress: Progress | None = None) -> Verdict | None:
