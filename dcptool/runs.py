@@ -81,7 +81,7 @@ def listed(path: str, runs: Sequence[Run]) -> str:
     """Say that a folder is no run directory, listing those in it."""
     if not runs:
         return f"{path} is no run directory: it holds no steps (step_500, checkpoint-500, iter_0000500, …)"
-    names = "\n".join(f"  {run.path}  ({len(run.steps)} steps)" for run in runs[:20])
+    names = "\n".join(f"  {run.path}  ({len(run.steps)} step{'s' * (len(run.steps) != 1)})" for run in runs[:20])
     return f"{path} holds {len(runs)} run directories; name one:\n{names}"
 
 

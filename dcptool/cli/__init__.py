@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from typing import Any, NoReturn
 
 import click
@@ -58,10 +59,11 @@ class _Group(click.Group):
             error.show()
             code = error.exit_code
         except (click.Abort, KeyboardInterrupt):
+            click.echo("interrupted", err=True)
             code = 128 + signal.SIGINT
         except DcptoolError as error:
             if debug:
-                raise
+                traceback.print_exc()
             if not error.told_elsewhere:
                 _complain(_commands(error) if isinstance(error, SeveralCheckpointsError) else str(error))
             code = EXIT_BUG if isinstance(error, WorkerError) and error.trace else EXIT_FAILED
@@ -77,9 +79,11 @@ class _Group(click.Group):
             code = EXIT_FAILED
         except Exception as error:
             if debug:
-                raise
-            what = f"{type(error).__name__}: {error}"
-            _complain(f"this is a bug in dcptool: {what}\nRun again with --debug for the traceback and report it.")
+                traceback.print_exc()
+            how = (
+                "Report it with this traceback." if debug else "Run again with --debug for the traceback and report it."
+            )
+            _complain(f"this is a bug in dcptool: {type(error).__name__}: {error}\n{how}")
             code = EXIT_BUG
         sys.exit(code if isinstance(code, int) else 0)
 
