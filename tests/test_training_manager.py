@@ -145,6 +145,16 @@ def test_never_two_saves_at_once(tmp_path, monkeypatch):
     assert names(tmp_path / "run") == ["step_1", "step_2", "step_3"]
 
 
+@pytest.mark.parametrize("how", ["save", "async_save", "restore", "warm_start"])
+def test_what_is_no_state_of_a_job_is_refused(manager, how):
+    state = job()[2]
+    manager.save(1, state)
+    arguments = {"save": (1, {"a": 1}), "async_save": (1, {"a": 1}), "restore": ({"a": 1},)}
+    with pytest.raises(TrainingError, match=r"pass a TrainState\(model, optimizer, …\), not a dict"):
+        getattr(manager, how)(*arguments.get(how, ({"a": 1}, manager.root)))
+    assert manager.restore(state).step == 1  # a step of that number is still there
+
+
 class Refusal(Exception):
     """An error that cannot be sent to another process."""
 
@@ -329,6 +339,32 @@ class TestRestore:
         assert restored.ignored == ("missing from the checkpoint: progress", "only in the checkpoint: gone")
         assert state.shared["progress"].state == {"n": 5}
         assert len(optimizer.state) == 4
+
+    def test_less_strict_lets_renamed_entries_pass(self, tmp_path):
+        def made(*names):
+            model = torch.nn.ModuleDict({"kept": torch.nn.Linear(2, 2)})
+            for name in names:
+                model[name] = torch.nn.ModuleDict({str(n): torch.nn.Linear(2, n + 1) for n in range(6)})
+            optimizer = torch.optim.AdamW(model.parameters())
+            return model, TrainState(model, optimizer)
+
+        old, state = made("blocks")
+        with CheckpointManager(tmp_path / "run") as manager:
+            manager.save(1, state)
+            new, state = made("layers")
+            before = whole(new)
+            with pytest.raises(TrainingError, match="names differ by"):
+                manager.restore(state)
+            restored = manager.restore(state, strict=False)
+            ignored = "; ".join(restored.ignored)
+            assert "missing from the checkpoint: model.layers.0.weight" in ignored
+            assert "only in the checkpoint: model.blocks.0.weight" in ignored
+            after = whole(new)
+            assert torch.equal(new["kept"].weight, old["kept"].weight)
+            assert all(after[name] == before[name] for name in before if "layers" in name)
+            del new["kept"]
+            with pytest.raises(TrainingError, match="no entry of the model is in the checkpoint under its name"):
+                manager.restore(TrainState(new, torch.optim.AdamW(new.parameters())), strict=False)
 
     def test_a_new_parameter_has_taken_no_step(self, tmp_path):
         class Grown(torch.nn.Module):

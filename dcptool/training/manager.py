@@ -91,7 +91,7 @@ class CheckpointManager:
             TrainingError: it was not saved, or the save before it was not; on every rank, with what went wrong where.
         """
         began = time.perf_counter()
-        path = self._begin(step)
+        path = self._begin(step, state)
         tree = self._state_of(state, path)
 
         def times() -> Times:
@@ -116,7 +116,7 @@ class CheckpointManager:
             TrainingError: as `save`, and if the save before this one failed.
         """
         began = time.perf_counter()
-        path = self._begin(step)
+        path = self._begin(step, state)
         tree = self._state_of(state, path)
         try:
             staged = self._ranks.agree(f"{path} was not saved", lambda: self._stager.stage(tree, state.optimizers))
@@ -160,7 +160,8 @@ class CheckpointManager:
 
         Args:
             state: what to load into.
-            strict: without it, entries that are only here or only there are left alone, and dtypes are cast.
+            strict: without it, entries that are only here or only there are left alone, and dtypes are cast; a
+                checkpoint that has no entry of the model is still refused.
 
         Returns:
             What was restored; None only if no checkpoint was ever completed here.
@@ -169,6 +170,7 @@ class CheckpointManager:
             TrainingError: there are checkpoints, and none could be restored.
         """
         self.wait()
+        self._ranks.agree("nothing was restored", lambda: _require_state(state))
         return restore_newest(self.root, state, self._ranks, strict)
 
     def warm_start(self, state: TrainState, path: str | os.PathLike[str]) -> str:
@@ -181,6 +183,7 @@ class CheckpointManager:
             TrainingError: there is none, it does not fit, or it cannot be loaded.
         """
         self.wait()
+        self._ranks.agree("nothing was loaded", lambda: _require_state(state))
         return load_model_only(os.fspath(path), state, self._ranks)
 
     def should_stop(self) -> bool:
@@ -213,7 +216,7 @@ class CheckpointManager:
             for ranks in (self._ranks, self._upload_ranks):
                 ranks.close()
 
-    def _begin(self, step: int) -> str:
+    def _begin(self, step: int, state: TrainState) -> str:
         """Finish the save before, and make room for a step; return its path."""
         self.wait()
         wanted = self._ranks.gather((step, self.root))
@@ -221,6 +224,7 @@ class CheckpointManager:
             said = ", ".join(f"rank {rank}: step {step} in {root}" for rank, (step, root) in enumerate(wanted))
             raise TrainingError(f"all ranks must save one step, a number from 0 on, in one directory; {said}")
         path = join(self.root, step_name(step))
+        self._ranks.agree(f"{path} was not saved", lambda: _require_state(state))
         self._ranks.on_first(f"{path} was not saved", lambda: make_room(self.root, step))
         return path
 
@@ -283,3 +287,13 @@ class CheckpointManager:
     def _require_open(self) -> None:
         if self._closed:
             raise TrainingError("the manager is closed")
+
+
+def _require_state(state: object) -> None:
+    """Refuse what is no state of a job, such as a state dict.
+
+    Raises:
+        TrainingError: says what to pass.
+    """
+    if not isinstance(state, TrainState):
+        raise TrainingError(f"pass a TrainState(model, optimizer, …), not a {type(state).__name__}")

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from dcptool.activity import UNFINISHED_KINDS
 from dcptool.checkpoint import Checkpoint
-from dcptool.comparing import compare
+from dcptool.comparing import compare, live
 from dcptool.comparing.results import DiffReport
 from dcptool.errors import CheckpointNotFoundError, LayoutError, TrainingError
 from dcptool.formats.detect import open_checkpoint
@@ -228,7 +228,7 @@ def _require_fit(tree: dict[str, Any], checkpoint: Checkpoint, others: Iterable[
         tree: the state.
         checkpoint: an open checkpoint.
         others: entries of it that are not meant to be loaded.
-        strict: whether a missing or unexpected entry, or another dtype, is one too many.
+        strict: whether a missing, unexpected or renamed entry, or another dtype, is one too many.
 
     Raises:
         LayoutError: they differ; the message lists all differences.
@@ -237,14 +237,26 @@ def _require_fit(tree: dict[str, Any], checkpoint: Checkpoint, others: Iterable[
     left_out = set(others)
     missing = [entry.fqn for entry in report.only_in_a]
     unexpected = [entry.fqn for entry in report.only_in_b if entry.fqn not in left_out]
+    differences = report.differences
+    nothing: list[str] = []
+    if not strict:
+        if report.alignment:  # what is paired under a rule is loaded under its own name only, which is not there
+            names = dict.fromkeys(known.fqn for known in live.known_entries(tree))
+            missing = [name for name in names if name not in checkpoint]
+            unexpected = [name for name in checkpoint if name not in names and name not in left_out]
+            differences = tuple(found for found in differences if found.fqn_a == found.fqn_b)
+        absent = {name for name in missing if name.startswith(f"{MODEL}.")}
+        if absent and len(absent) == sum(known.fqn.startswith(f"{MODEL}.") for known in live.known_entries(tree)):
+            nothing = ["no entry of the model is in the checkpoint under its name: nothing of it would be loaded"]
     minor = [
+        *_renamed(report),
         *_some("missing from the checkpoint: {}", missing),
         *_some("only in the checkpoint: {}", unexpected),
-        *_some("{}", [_words(found) for found in report.differences if found.kind == "dtype"]),
+        *_some("{}", [_words(found) for found in differences if found.kind == "dtype"]),
     ]
     major = [
-        *_some("{}", [_words(found) for found in report.differences if found.kind != "dtype"]),
-        *_renamed(report),
+        *nothing,
+        *_some("{}", [_words(found) for found in differences if found.kind != "dtype"]),
         *_some("{}", [finding.message for finding in report.unreadable]),
     ]
     if major or (strict and minor):
