@@ -367,3 +367,21 @@ def test_one_bad_bit_is_told_with_tensor_file_and_bytes(tmp_path):
     span = f"bytes {chunk.item.byte_offset:,}–{chunk.item.byte_offset + chunk.item.nbytes:,}"
     assert what.startswith(f"{chunk.item.file}, {span}: 'model.embed.weight' at [6, 0]: bytes were changed")
     assert hint == "--skip-corrupt leaves such entries out."
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp"])
+def test_objects_alone_that_are_left_out_are_no_output(tmp_path, to):
+    path = tmp_path / {"safetensors": "out.safetensors", "torch": "out.pt", "dcp": "out"}[to]
+    options = () if to == "safetensors" else ("--objects", "skip")
+    done = run("convert", FOREIGN / "xver_t2130", path, "--to", to, "--keys", "lr_*", *options)
+    assert done.returncode != 0
+    assert "no tensor is selected, only objects, such as 'lr_scheduler." in done.stderr
+    assert "--objects keep" in done.stderr
+    assert names(tmp_path) == []
+
+
+def test_objects_alone_are_kept_where_that_is_asked(tmp_path):
+    options = ("--to", "safetensors", "--objects", "keep")
+    done = run("convert", FOREIGN / "xver_t2130", tmp_path / "out", "--keys", "lr_*", *options)
+    assert done.returncode == 0, done.stderr
+    assert "objects.json" in names(tmp_path / "out")

@@ -72,8 +72,18 @@ def lay_out(
 
     Raises:
         UnsupportedError: the format cannot hold something that is selected.
-        LayoutError: objects are selected and are an error.
+        LayoutError: objects are selected and are an error, or are all that is selected and are left out.
     """
+    objects = objects or ("skip" if to == "safetensors" else None)
+    if objects == "skip" and selection.objects and not selection.tensors:
+        folder = f" and a folder such as {path.removesuffix(SUFFIX)}" if path.endswith(SUFFIX) else ""
+        how = (
+            f"--objects keep{folder} writes them beside tensors" if to == "safetensors" else "--objects keep takes them"
+        )
+        raise LayoutError(
+            f"no tensor is selected, only objects, such as {selection.objects[0].name!r}, which are left out\n"
+            f"{how}; --keys and --exclude select."
+        )
     if objects == "error" and selection.objects:
         objects_ = "1 object is" if len(selection.objects) == 1 else f"{len(selection.objects):,} objects are"
         raise LayoutError(
