@@ -88,3 +88,26 @@ def test_the_tables_of_speed_are_what_was_measured(pytestconfig):
             path.write_text(put(path.read_text(), chosen))
         assert markdown(chosen) in path.read_text()
         assert how(chosen) in path.read_text()
+
+
+def kinds_of_findings() -> set[str]:
+    """Every word that code gives a finding as its kind: as first argument, or by way of a variable named so."""
+    found: list[ast.expr] = []
+    for path in (ROOT / "dcptool").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        if "Finding" not in path.read_text():
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Finding", "note", "_other"):
+                found += node.args[:1]
+            elif isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["kind"]:
+                found.append(node.value)
+    words = (part.value for expression in found for part in ast.walk(expression) if isinstance(part, ast.Constant))
+    return {word for word in words if isinstance(word, str) and re.fullmatch("[a-z]+(-[a-z]+)*", word)}
+
+
+def test_every_kind_of_finding_is_documented():
+    kinds = kinds_of_findings()
+    assert {"missing-file", "unmatched-glob", "per-rank", "run-directory", "no-metadata"} <= kinds
+    text = (ROOT / "docs" / "json.md").read_text()
+    assert sorted(kind for kind in kinds if f"`{kind}`" not in text) == []
