@@ -59,6 +59,11 @@ def problem_and_step(message: str) -> tuple[str, str]:
     return problem, step
 
 
+def bytes_words(count: int) -> str:
+    """Return a number of bytes with its unit: `1 byte`, `1,577 bytes`."""
+    return f"{count:,} byte{'s' * (count != 1)}"
+
+
 def inside(part: str, finding: Finding) -> Finding:
     """Return a finding of a part as one of the folder that holds it; `part` is its path there, "" the folder itself."""
     if not part:

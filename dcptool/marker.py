@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from dcptool.errors import DcptoolError, StorageError
-from dcptool.findings import Finding, Severity
+from dcptool.findings import Finding, Severity, bytes_words
 from dcptool.storage import Storage, is_temporary
 
 NAME = "_COMPLETE"
@@ -203,10 +203,10 @@ def marker_problems(marker: Marker, storage: Storage, files: Mapping[str, int]) 
     problems = []
     for name, nbytes in marker.files.items():
         if name not in files:
-            message = f"{name} ({nbytes:,} bytes) is missing: the marker {marker.name} lists it"
+            message = f"{name} ({bytes_words(nbytes)}) is missing: the marker {marker.name} lists it"
             problems.append(Finding("missing-file", Severity.ERROR, message, name))
         elif files[name] != nbytes:
-            message = f"{name} has {files[name]:,} bytes, {nbytes:,} when it was marked"
+            message = f"{name} has {bytes_words(files[name])}, {nbytes:,} when it was marked"
             kind = "short-file" if files[name] < nbytes else "changed-file"
             problems.append(Finding(kind, Severity.ERROR, message, name))
     return problems

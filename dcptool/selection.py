@@ -14,6 +14,7 @@ from typing import NamedTuple
 from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry, closest, did_you_mean
 from dcptool.errors import LayoutError
+from dcptool.findings import bytes_words
 from dcptool.regions import volume
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "module")
@@ -306,7 +307,7 @@ def _nothing(checkpoints: Sequence[Checkpoint], keys: Sequence[str], exclude: Se
         top = fqn.partition(".")[0]
         groups[top] = groups.get(top, 0) + (entry.nbytes if isinstance(entry, TensorEntry) else 0)
     shown = sorted(groups.items(), key=lambda group: -group[1])
-    listed = ", ".join(f"{name!r} ({nbytes:,} bytes)" for name, nbytes in shown[:MAX_LISTED])
+    listed = ", ".join(f"{name!r} ({bytes_words(nbytes)})" for name, nbytes in shown[:MAX_LISTED])
     more = ", …" if len(shown) > MAX_LISTED else ""
     begin = f"{meant}\nNames begin with" if meant else "; names begin with"
     return f"{place}no entry matches {', '.join(map(repr, keys))}{begin} {listed}{more}"

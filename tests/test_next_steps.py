@@ -169,3 +169,13 @@ def test_what_is_left_out_is_said_with_its_cause(tmp_path):
     assert any("is stored in __0_0.distcp" in text and "that file is missing" in text for text in messages)
     assert any("is stored in __1_0.distcp" in text and "that file ends at byte 1" in text for text in messages)
     assert "1 bytes" not in done.stdout + done.stderr
+
+
+def test_one_byte_is_one_byte(tmp_path):
+    path = age(copied(SAVED, tmp_path))
+    damage.truncate(path / "__1_0.distcp", 1)
+    (path / "__9_0.distcp").write_bytes(b"P")
+    shown = run("verify", path).stdout
+    assert "__1_0.distcp is cut short: 1 byte of at least" in shown
+    assert "__9_0.distcp (1 byte) is not named by the metadata: it is left by" in " ".join(shown.split())
+    assert "1 bytes" not in shown

@@ -12,7 +12,7 @@ from dcptool.checkpoint import Checkpoint
 from dcptool.checks.extents import Placement, name_of
 from dcptool.chunks import FileUse
 from dcptool.errors import DcptoolError
-from dcptool.findings import Finding, Severity
+from dcptool.findings import Finding, Severity, bytes_words
 from dcptool.formats.dcp.reader import METADATA, data_file_rank, rank_metadata
 from dcptool.formats.safetensors_header import LFS_START
 
@@ -58,7 +58,7 @@ def _short(placement: Placement, name: str, nbytes: int, use: FileUse, total: in
     held = _lost([use], total)
     message = f"{name} is empty; it should hold {held}"
     if nbytes:
-        message = f"{name} is cut short: {_bytes(nbytes)} of at least {use.end:,}; it should hold {held}"
+        message = f"{name} is cut short: {bytes_words(nbytes)} of at least {use.end:,}; it should hold {held}"
         _, ends = placement.spans(name)
         beyond = [index for index, end in enumerate(ends) if end > nbytes]
         first = name_of(placement.item(name, beyond[0]))
@@ -119,9 +119,8 @@ def _leftovers(checkpoint: Checkpoint, usage: Mapping[str, FileUse]) -> list[Fin
     whole = all(_starts(checkpoint, name, checkpoint.files[name]).startswith(b"PK") for name in left[:MAX_PEEKED])
     are, they = ("is", "it") if len(left) == 1 else ("are", "they")
     holds = f"hold{'s' * (len(left) == 1)} items of" if whole else f"{are} left by"
-    message = (
-        f"{left[0]}{more} ({_bytes(nbytes)}) {are} not named by the metadata: {they} {holds} an older or wider save"
-    )
+    message = f"{left[0]}{more} ({bytes_words(nbytes)}) {are} not named by the metadata"
+    message += f": {they} {holds} an older or wider save"
     return [Finding("leftover-files", Severity.NOTE, message, left[0])]
 
 
@@ -130,10 +129,6 @@ def _ranks_with_metadata(checkpoint: Checkpoint) -> set[int] | None:
     ours = [] if METADATA in checkpoint.files else rank_metadata(checkpoint.files)
     unread = {problem.file for problem in checkpoint.problems}
     return {int(name[2 : -len(METADATA)]) for name in ours if name not in unread} if ours else None
-
-
-def _bytes(count: int) -> str:
-    return f"{count:,} byte{'s' * (count != 1)}"
 
 
 def _starts(checkpoint: Checkpoint, name: str, nbytes: int) -> bytes:

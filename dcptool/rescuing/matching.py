@@ -15,6 +15,7 @@ from dcptool.checkpoint import Checkpoint
 from dcptool.checks.extents import Placed, Placement, name_of
 from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
 from dcptool.fill import crc32
+from dcptool.findings import bytes_words
 from dcptool.formats.safetensors_header import read_header
 from dcptool.formats.torch_items import payload_of
 from dcptool.formats.torch_zip import Read, TorchZip
@@ -129,7 +130,7 @@ class _Walk:
         self._require_filled(self._their_nbytes, there)
         if offsets[-1] != self._nbytes:
             raise LayoutError(
-                f"{self._path} goes on with {self._nbytes - offsets[-1]:,} bytes at byte {offsets[-1]:,}, "
+                f"{self._path} goes on with {bytes_words(self._nbytes - offsets[-1])} at byte {offsets[-1]:,}, "
                 f"where {self._their_path} ends after {len(names):,} items\n{ANOTHER}"
             )
         columns = tuple(names), tuple(old_offsets), tuple(offsets)
@@ -193,7 +194,7 @@ class _Walk:
         nbytes = self._their_nbytes - their_start
         if last_start != their_start or self._nbytes - start != nbytes:
             raise LayoutError(
-                f"{self._path} has {self._nbytes - start:,} bytes from byte {start:,} on, {self._their_path} a "
+                f"{self._path} has {bytes_words(self._nbytes - start)} from byte {start:,} on, {self._their_path} a "
                 f"safetensors blob of {nbytes:,}\n{CUT if self._nbytes - start < nbytes else ANOTHER}"
             )
         if self._header(self._theirs, their_start, nbytes) != self._header(self._ours, start, nbytes):
