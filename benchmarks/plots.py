@@ -28,8 +28,13 @@ def main(results_file: Path, picture: Path) -> None:
         for color, (work, points) in zip(("C0", "C1", "C2"), works.items(), strict=False):
             _draw(axis, color, work, [(size, found[row]) for size, row in points], theirs_drawn)
         axis.set(xscale="log", yscale="log", xlabel=grows, ylabel="seconds")
+        sizes = [size for size, _ in next(iter(works.values()))]
+        axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_ylim(0.04, 400)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize="small")
+        axis.legend(fontsize="small", loc="upper left")
     figure.suptitle(how(list(found.values())), fontsize="small")
     figure.savefig(picture, metadata={"Date": None})
 
