@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ def in_a_fork(function) -> str:
     child = os.fork()
     if not child:
         try:
+            os.chdir("/")  # the tree that is tested may be in a folder of root's own
             os.setuid(65534)
             os.write(writer, str(function()).encode())
         except BaseException as error:
@@ -55,7 +57,7 @@ def test_a_folder_that_cannot_be_read_is_no_wrong_usage(open_to_all, command):
     run(command, FOREIGN / "w_nodist" if command != "mark" else folder)  # imported while it can be read
     (folder / "_COMPLETE").unlink(missing_ok=True)
     folder.chmod(0)
-    text = in_a_fork(lambda: run(command, folder))
+    text = in_a_fork(lambda: run(command, folder, cwd=Path("/")))
     assert "returncode=3" in text
     assert f"error: {folder}: permission denied; it needs read access, and its folders search access" in text
     assert "Usage" not in text
@@ -65,7 +67,7 @@ def test_a_folder_that_cannot_be_read_is_no_wrong_usage(open_to_all, command):
 def test_a_marker_that_cannot_be_written_needs_write_access(open_to_all):
     folder = damage.copy(FOREIGN / "w_nodist", open_to_all / "c")
     run("mark", damage.copy(folder, open_to_all / "d"))
-    text = in_a_fork(lambda: run("mark", folder))
+    text = in_a_fork(lambda: run("mark", folder, cwd=Path("/")))
     assert "returncode=3" in text
     assert f"error: {folder}/_COMPLETE: permission denied; its folder needs write access" in text
 
