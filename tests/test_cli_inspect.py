@@ -289,8 +289,7 @@ def test_files_of_an_older_save_do_not_count(tmp_path):
     assert done.returncode == 0
     assert "world size  2" in done.stdout
     assert (
-        "note: __7_0.distcp (5 bytes) is not named by the metadata: it is left by an older or wider save"
-        in done.stdout
+        "note: __7_0.distcp (5 bytes) is not named by the metadata: it is left by an older or wider save" in done.stdout
     )
 
 
