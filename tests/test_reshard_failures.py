@@ -181,6 +181,18 @@ class TestStopped:
         os.kill(running.pid, signal.SIGKILL)
         job.require_nothing(running)
 
+    def test_the_parent_is_killed_and_the_meeting_place_is_gone(self, job, tmp_path):
+        """torch waits for a store's file for minutes; the workers do not."""
+        place = tmp_path / "temporary"
+        place.mkdir()
+        running = job.start(code=SLOW, env={"TMPDIR": str(place)})
+        job.wait_until_writing(running)
+        os.kill(running.pid, signal.SIGSTOP)
+        (folder,) = place.iterdir()
+        shutil.rmtree(folder)
+        os.kill(running.pid, signal.SIGKILL)
+        wait_for(lambda: not running.left(), 15)
+
     def test_the_parent_is_killed_and_the_workers_are_stuck(self, job):
         running = job.start(code=STUCK)
         job.wait_until_writing(running)

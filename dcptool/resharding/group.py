@@ -56,10 +56,13 @@ class Group:
         self._n_meetings = 0
         self._given_up: set[int] = set()
         self._over = threading.Event()
+        self._left = threading.Event()
         self.failed = threading.Event()
         """Set when some member has failed: the others need not finish."""
         self._beating = threading.Thread(target=self._beat, name="beat", daemon=True)
         self._beating.start()
+        if parent is not None:
+            threading.Thread(target=self._watch_parent, args=(parent,), name="parent", daemon=True).start()
         try:
             self._meet()
             self._connect(dist.PrefixStore("group", store))
@@ -142,6 +145,7 @@ class Group:
                 self._linger("left")
         with suppress(RuntimeError, ValueError, AssertionError):
             dist.destroy_process_group()
+        self._left.set()
 
     def _meet(self) -> None:
         """Wait until all members have come here; who left before, or is silent for the whole timeout, is gone."""
@@ -194,7 +198,6 @@ class Group:
     def _beat(self) -> None:
         """Say again and again that this process lives, and listen for the failure or the end of another."""
         count = 0
-        orphaned = 0.0
         silences: dict[int, tuple[bytes, float]] = {}
         watched = [] if self.rank or self._parent is not None else list(range(1, self.size))
         while True:
@@ -206,13 +209,20 @@ class Group:
                     self.failed.set()
             except RuntimeError:  # one is gone, or the store; the next meeting tells
                 self.failed.set()
-            if self._parent not in (None, os.getppid()):
-                self.failed.set()
-                orphaned = orphaned or time.monotonic()
-                if time.monotonic() - orphaned > ORPHAN_SECONDS:
-                    os._exit(1)
             if self._over.wait(BEAT_SECONDS):
                 return
+
+    def _watch_parent(self, parent: int) -> None:
+        """End this process in time once its parent is gone, whatever it waits for.
+
+        Looks at no store: where another orphan has removed its file already, torch waits for that for minutes.
+        """
+        while os.getppid() == parent:
+            if self._left.wait(BEAT_SECONDS):
+                return
+        self.failed.set()
+        if not self._left.wait(ORPHAN_SECONDS):
+            os._exit(1)
 
 
 class _Translated:

@@ -220,7 +220,7 @@ def _work(
     finally:
         if group:
             group.leave()
-        if os.getppid() != parent:
+        if os.getppid() != parent and rank == 0:  # last, for who still meets there would wait for minutes
             shutil.rmtree(folder, ignore_errors=True)
         pipe.close()
 
