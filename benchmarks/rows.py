@@ -73,9 +73,6 @@ def _convert(to: str, mib: int, on_mesh: int, against: str) -> Callable[[Path], 
             source = checkpoints.make("pt", cache, mib)
         out, other = cache / f"out.{to}", cache / "out.other"
         ours = f"rm -rf {out}; {sys.executable} -m dcptool convert --quiet --to {to} {source} {out}"
-        if to == "safetensors":
-            out = cache / "out.safetensors"
-            ours = f"rm -rf {out}; {sys.executable} -m dcptool convert --quiet --to {to} {source} {out}"
         theirs = f"rm -rf {other}; cp -r {source} {other} && sync {other}/*"
         if against == "torch":
             script = f"import torch.distributed.checkpoint.format_utils as f; f.{TORCH[to]}"

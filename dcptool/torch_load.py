@@ -14,7 +14,7 @@ from dcptool import dtypes
 from dcptool.checkpoint import Checkpoint, Entry, TensorEntry
 from dcptool.errors import StorageError, UnsupportedError
 from dcptool.findings import Finding, Severity
-from dcptool.formats.dcp.reader import METADATA, collector_paused
+from dcptool.formats.dcp.reader import METADATA
 from dcptool.regions import volume
 from dcptool.storage import LocalStorage, join
 from dcptool.torch_reader import load_chunks, load_whole, metadata_once_reader, one_line, one_rank_group, quiet
@@ -108,7 +108,7 @@ def _check_is_local_dcp(checkpoint: Checkpoint) -> None:
 def _torch_version(trust: bool) -> str:
     """Return the version of the installed torch, which is imported here first."""
     try:
-        with quiet(), collector_paused():
+        with quiet():
             import torch
             import torch.distributed.checkpoint
     except ImportError as error:

@@ -6,7 +6,6 @@ import os
 import time
 
 from dcptool.errors import UnsupportedError
-from dcptool.formats.dcp.reader import collector_paused
 from dcptool.publishing import require_place
 from dcptool.reading import Progress
 from dcptool.resharding.group import torchrun_group, under_torchrun
@@ -66,8 +65,7 @@ def reshard(
     if not under_torchrun():
         _require_paths(source, target, options)
     try:
-        with collector_paused():  # a fifth of the import's time
-            import torch.distributed as dist
+        import torch.distributed as dist
     except ImportError:
         raise UnsupportedError("reshard needs torch: pip install 'dcptool[torch]'; --dry-run does not") from None
     if not dist.is_available() or not dist.is_gloo_available():

@@ -5,7 +5,6 @@ torch is imported before the fork, once for all; nothing that has threads is.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import shutil
@@ -203,7 +202,6 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-    gc.freeze()  # what torch's import left is not looked through, and so not copied, by each of the workers
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     import torch.distributed as dist
 
