@@ -17,10 +17,10 @@ from itertools import pairwise, product
 import click
 from tabulate import tabulate
 
-from dcptool.chunks import Chunks, ChunkTable
-from dcptool.cover import cover
-from dcptool.model import Ints
-from dcptool.regions import Box
+from dcptool.checkpoint.chunks import Chunks, ChunkTable
+from dcptool.checkpoint.cover import cover
+from dcptool.checkpoint.extents import Ints
+from dcptool.checkpoint.regions import Box
 
 Layout = tuple[Ints, list[Box]]
 """Shape of a tensor and an exact cover of it, in elements."""

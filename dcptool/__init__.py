@@ -6,23 +6,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcptool.checkpoint import Checkpoint, ObjectEntry, TensorEntry
-    from dcptool.checks import Level, check
-    from dcptool.comparing import DiffOptions, compare
+    from dcptool.checkpoint.checkpoint import Checkpoint
+    from dcptool.checkpoint.entries import ObjectEntry, TensorEntry
+    from dcptool.checkpoint.selection import Renaming
+    from dcptool.checks.check import Level, check
     from dcptool.formats.detect import open_checkpoint as open
-    from dcptool.interval import optimal_interval, read_cadence
-    from dcptool.marking import mark_complete
-    from dcptool.newest import find_latest, find_steps
-    from dcptool.overview import summarize
-    from dcptool.page import write_report
-    from dcptool.rescuing import rescue
-    from dcptool.resharding import ReshardOptions, reshard
-    from dcptool.retention import delete_steps, plan_prune
-    from dcptool.rewrite import ConvertOptions, convert
-    from dcptool.selection import Renaming
-    from dcptool.stats import tensor_stats
-    from dcptool.verdict import State, VerifyOptions
-    from dcptool.verification import verify
+    from dcptool.ops.convert.convert import ConvertOptions, convert
+    from dcptool.ops.diff.diff import DiffOptions, compare
+    from dcptool.ops.inspect.inspect import summarize
+    from dcptool.ops.inspect.stats import tensor_stats
+    from dcptool.ops.interval import optimal_interval, read_cadence
+    from dcptool.ops.latest import find_latest, find_steps
+    from dcptool.ops.mark import mark_complete
+    from dcptool.ops.prune import delete_steps, plan_prune
+    from dcptool.ops.report.report import write_report
+    from dcptool.ops.rescue.rescue import rescue
+    from dcptool.ops.reshard.reshard import ReshardOptions, reshard
+    from dcptool.ops.verify.verdict import State, VerifyOptions
+    from dcptool.ops.verify.verify import verify
 
 __all__ = [
     "Checkpoint",
@@ -56,22 +57,23 @@ __all__ = [
 __version__ = "0.1.0"
 
 _MODULES = {
-    "checkpoint": ("Checkpoint", "ObjectEntry", "TensorEntry"),
-    "checks": ("Level", "check"),
-    "comparing": ("DiffOptions", "compare"),
-    "interval": ("optimal_interval", "read_cadence"),
-    "marking": ("mark_complete",),
-    "newest": ("find_latest", "find_steps"),
-    "overview": ("summarize",),
-    "page": ("write_report",),
-    "rescuing": ("rescue",),
-    "resharding": ("ReshardOptions", "reshard"),
-    "retention": ("delete_steps", "plan_prune"),
-    "rewrite": ("ConvertOptions", "convert"),
-    "selection": ("Renaming",),
-    "stats": ("tensor_stats",),
-    "verdict": ("State", "VerifyOptions"),
-    "verification": ("verify",),
+    "checkpoint.checkpoint": ("Checkpoint",),
+    "checkpoint.entries": ("ObjectEntry", "TensorEntry"),
+    "checkpoint.selection": ("Renaming",),
+    "checks.check": ("Level", "check"),
+    "ops.convert.convert": ("ConvertOptions", "convert"),
+    "ops.diff.diff": ("DiffOptions", "compare"),
+    "ops.inspect.inspect": ("summarize",),
+    "ops.inspect.stats": ("tensor_stats",),
+    "ops.interval": ("optimal_interval", "read_cadence"),
+    "ops.latest": ("find_latest", "find_steps"),
+    "ops.mark": ("mark_complete",),
+    "ops.prune": ("delete_steps", "plan_prune"),
+    "ops.report.report": ("write_report",),
+    "ops.rescue.rescue": ("rescue",),
+    "ops.reshard.reshard": ("ReshardOptions", "reshard"),
+    "ops.verify.verdict": ("State", "VerifyOptions"),
+    "ops.verify.verify": ("verify",),
 }
 
 

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dcptool.resharding import Resharded, ReshardOptions
-from dcptool.resharding.member import Audience, run_member
+from dcptool.ops.reshard.member import Audience, run_member
+from dcptool.ops.reshard.reshard import Resharded, ReshardOptions
 
 
 class Alone:

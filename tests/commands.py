@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _SERVER = """if True:
     import json, os, sys, time, traceback
     import torch.distributed, numpy, s3fs
-    import dcptool.cli, dcptool.resharding, dcptool.render.reshard, dcptool.comparing
+    import dcptool.cli, dcptool.ops.reshard.reshard, dcptool.render.reshard, dcptool.ops.diff.diff
 
     def work(args, code, cwd, env, out, err):
         os.setsid()

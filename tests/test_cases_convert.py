@@ -13,9 +13,9 @@ import textwrap
 import pytest
 
 import dcptool
+from dcptool.checkpoint.selection import Renaming
 from dcptool.errors import DcptoolError, ItemError
-from dcptool.rewrite import ConvertOptions, convert
-from dcptool.selection import Renaming
+from dcptool.ops.convert.convert import ConvertOptions, convert
 from tests import damage
 from tests.conftest import FOREIGN, ROOT, run
 
@@ -170,7 +170,7 @@ def test_r40_memory_does_not_grow_with_the_tensor(tmp_path):
     script = textwrap.dedent(
         """
         import re, sys
-        from dcptool.rewrite import convert
+        from dcptool.ops.convert.convert import convert
         convert(sys.argv[1], sys.argv[2], "torch")
         status = open("/proc/self/status").read()  # ru_maxrss would count the process that started this one
         print(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1])

@@ -12,8 +12,8 @@ import pytest
 
 import dcptool
 from dcptool.errors import DcptoolError, ItemError
-from dcptool.guards import require_same
-from dcptool.resharding import member
+from dcptool.ops.guards import require_same
+from dcptool.ops.reshard import member
 from dcptool.storage.local import LocalSink
 from tests import damage
 from tests.alone import reshard_alone

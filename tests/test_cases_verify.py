@@ -29,10 +29,10 @@ from pathlib import Path
 import pytest
 
 import dcptool
-from dcptool.checks import Level
+from dcptool.checks.check import Level
 from dcptool.errors import CheckpointNotFoundError, ItemError
-from dcptool.retention import make_plan
-from dcptool.verdict import State, Verdict, VerifyOptions, judge
+from dcptool.ops.prune import make_plan
+from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions, judge
 from tests.conftest import FOREIGN, OLD, ROOT
 from tests.conftest import run as cli
 from tests.damage import copy, edit_metadata, flip_byte, truncate

@@ -221,8 +221,8 @@ def test_debug_shows_the_traceback():
 
 
 def test_a_bug_is_called_one(monkeypatch, capsys):
-    from dcptool import overview
     from dcptool.cli import main
+    from dcptool.ops.inspect import inspect as overview
 
     def broken(*args, **kwargs):
         raise RuntimeError("boom")
@@ -246,7 +246,7 @@ def test_zeros_in_place_of_a_shard_are_an_error(tmp_path):
     assert "its bytes are zeros: they never reached the disk" in done.stdout
     checkpoint = dcptool.open(folder)
     for read, names in ((checkpoint.read, checkpoint.tensors), (checkpoint.value, checkpoint.objects)):
-        with pytest.raises(dcptool.checkpoint.DcptoolError, match="its bytes are zeros"):
+        with pytest.raises(dcptool.checkpoint.checkpoint.DcptoolError, match="its bytes are zeros"):
             read(next(iter(names)))
 
 

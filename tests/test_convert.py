@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 import dcptool
-from dcptool import selection
+from dcptool.checkpoint import selection
+from dcptool.checkpoint.selection import Renaming
 from dcptool.errors import DcptoolError, ItemError, LayoutError, OutputExistsError, StorageError, UnsupportedError
-from dcptool.rewrite import ConvertOptions, convert
-from dcptool.selection import Renaming
+from dcptool.ops.convert.convert import ConvertOptions, convert
+from dcptool.ops.verify.verdict import State, judge
 from dcptool.storage import LocalStorage
-from dcptool.verdict import State, judge
 from tests import damage
 from tests.conftest import FOREIGN, PARTS, WHOLE
 from tests.conftest import run as cli
@@ -168,7 +168,7 @@ def test_damaged_sources_are_refused(part, to, tmp_path):
 
 def state_of_all_dtypes():
     """One tensor of every dtype torch can save, with every bit pattern of the small ones, and edge values."""
-    from dcptool.dtypes import BY_NAME
+    from dcptool.checkpoint.dtypes import BY_NAME
 
     state = {}
     for name in [name for name, kind in BY_NAME.items() if kind.numpy]:
@@ -412,7 +412,7 @@ class TestSafety:
             exclude = ("c32", "*complex*", "*c128*", "*c32*") if to == "safetensors" else ()
             with contextlib.suppress(UnsupportedError):
                 convert(FOREIGN / name, tmp_path / f"{name}.out", to, ConvertOptions(check=True, exclude=exclude))
-        import dcptool.rewrite as module
+        import dcptool.ops.convert.convert as module
 
         def change(checkpoint, groups, storage, *rest):
             report = copy(checkpoint, groups, storage, *rest)

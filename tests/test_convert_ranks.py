@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 
-from dcptool.rewrite import convert
+from dcptool.ops.convert.convert import convert
 from tests.conftest import FOREIGN, ROOT, part
 
 pytest.importorskip("torch")

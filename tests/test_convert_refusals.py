@@ -13,7 +13,8 @@ import textwrap
 import pytest
 
 import dcptool
-from dcptool.copying import BAND_NBYTES, default_threads, memory_nbytes
+from dcptool.checkpoint.selection import Renaming
+from dcptool.copying.engine import BAND_NBYTES, default_threads, memory_nbytes
 from dcptool.errors import (
     DcptoolError,
     ItemError,
@@ -23,8 +24,7 @@ from dcptool.errors import (
     StorageError,
     UnsupportedError,
 )
-from dcptool.rewrite import ConvertOptions, convert
-from dcptool.selection import Renaming
+from dcptool.ops.convert.convert import ConvertOptions, convert
 from tests import damage
 from tests.conftest import FOREIGN, ROOT, run
 
@@ -121,7 +121,7 @@ def test_no_half_of_the_source_is_replaced(tmp_path):
 
 
 def test_a_place_is_refused_before_everything_is_read(tmp_path, monkeypatch):
-    import dcptool.rewrite as module
+    import dcptool.ops.convert.convert as module
 
     monkeypatch.setattr(module, "check", None)
     (tmp_path / "m.pt").write_text("")
@@ -305,7 +305,7 @@ SMALL_DISK = textwrap.dedent(
     import json, os, shutil, sys
     sys.path.insert(0, sys.argv[1])
     from dcptool.errors import DcptoolError
-    from dcptool.rewrite import ConvertOptions, convert
+    from dcptool.ops.convert.convert import ConvertOptions, convert
 
     source, disk = sys.argv[2:]
     usage = shutil.disk_usage

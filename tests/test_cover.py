@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.cover import KINDS, chunks_of, damage
-from dcptool import cover as module
-from dcptool.cover import Cover, Overlap, cover
+from dcptool.checkpoint import cover as module
+from dcptool.checkpoint.cover import Cover, Overlap, cover
+from dcptool.checkpoint.regions import intersect, volume
 from dcptool.errors import LayoutError
-from dcptool.regions import intersect, volume
 
 EXACT = Cover((), 0, (), 0)
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)

@@ -14,7 +14,7 @@ import time
 import pytest
 
 import dcptool
-from dcptool.rewrite import convert
+from dcptool.ops.convert.convert import convert
 from tests import damage
 from tests.conftest import FOREIGN, ROOT
 
@@ -22,7 +22,7 @@ DRIVER = textwrap.dedent(
     """
     import json, os, signal, sys
     sys.path.insert(0, sys.argv[1])
-    from dcptool.rewrite import ConvertOptions, convert
+    from dcptool.ops.convert.convert import ConvertOptions, convert
     import numpy, ml_dtypes, zlib_ng.zlib_ng, concurrent.futures.thread
 
     source, target, to, overwrite, how = sys.argv[2:7]

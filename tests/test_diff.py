@@ -13,18 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcptool
-from dcptool.checkpoint import Checkpoint, TensorEntry
-from dcptool.chunks import ChunkTable
-from dcptool.comparing import DiffOptions, arithmetic, bands, compare_checkpoints, values
-from dcptool.comparing.bands import refinement
-from dcptool.comparing.pairing import likely_renames, pair
-from dcptool.comparing.results import Difference, DiffReport, Known, Lone, Side, Values
-from dcptool.dtypes import BY_NAME
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.chunks import ChunkTable
+from dcptool.checkpoint.dtypes import BY_NAME
+from dcptool.checkpoint.entries import TensorEntry
+from dcptool.checkpoint.extents import Extent, Payload, Record
+from dcptool.checkpoint.regions import contiguous_strides, intersect, volume
+from dcptool.checkpoint.selection import Renaming
 from dcptool.errors import LayoutError
-from dcptool.model import Extent, Payload, Record
-from dcptool.regions import contiguous_strides, intersect, volume
+from dcptool.ops.diff import arithmetic, bands, values
+from dcptool.ops.diff.bands import refinement
+from dcptool.ops.diff.diff import DiffOptions, compare_checkpoints
+from dcptool.ops.diff.pairing import likely_renames, pair
+from dcptool.ops.diff.results import Difference, DiffReport, Known, Lone, Side, Values
 from dcptool.render.diff import diff_text
-from dcptool.selection import Renaming
 from tests import damage
 from tests.conftest import WHOLE, part, run
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dcptool import dtypes
+from dcptool.checkpoint import dtypes
 from dcptool.errors import UnsupportedError
 
 pytestmark = pytest.mark.torchfree

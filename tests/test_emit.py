@@ -32,7 +32,7 @@ import dcptool
 from dcptool.errors import DcptoolError, MetadataError, UnsafePickleError
 from dcptool.formats.dcp.items import undo_transforms
 from dcptool.formats.dcp.metadata import read_records
-from dcptool.formats.torch_zip import TorchZip
+from dcptool.formats.torch_save.zip import TorchZip
 from dcptool.pickles import inert
 from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Global, Node, PersistentId, call, new, ref

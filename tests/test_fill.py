@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcptool import fill as fill_module
+from dcptool.checkpoint import fill as fill_module
+from dcptool.checkpoint.extents import Extent, Payload, Record
+from dcptool.checkpoint.fill import RecordCheck, fill
+from dcptool.checkpoint.regions import span
 from dcptool.errors import ItemError
-from dcptool.fill import RecordCheck, fill
-from dcptool.model import Extent, Payload, Record
-from dcptool.regions import span
 
 
 class Bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcptool.overview import summarize
+from dcptool.ops.inspect.inspect import summarize
 from dcptool.render.inspect import to_text
 from tests.conftest import ROOT
 

@@ -12,10 +12,10 @@ import zstandard
 from safetensors.numpy import save_file
 
 import dcptool
+from dcptool.checkpoint.selection import Renaming
 from dcptool.errors import ItemError, LayoutError
 from dcptool.formats.dcp.items import undo_transforms
-from dcptool.rewrite import ConvertOptions, convert
-from dcptool.selection import Renaming
+from dcptool.ops.convert.convert import ConvertOptions, convert
 from dcptool.storage import remote
 from tests import damage
 from tests.conftest import FOREIGN
@@ -135,7 +135,7 @@ def test_a_tensor_in_an_object_is_checked_before_it_is_shown(tmp_path):
 
 
 def test_what_torch_wrote_is_synced_before_it_gets_its_name(tmp_path, monkeypatch):
-    from dcptool.torch_engine import convert_with_torch
+    from dcptool.ops.convert.torch_engine import convert_with_torch
 
     events = []
     real_sync, real_replace = os.fsync, os.replace

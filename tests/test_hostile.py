@@ -26,7 +26,7 @@ from dcptool.errors import DcptoolError
 from dcptool.pickles import plain
 from dcptool.render.inspect import to_text
 from dcptool.render.inspect_json import to_json
-from dcptool.overview import summarize
+from dcptool.ops.inspect.inspect import summarize
 
 def look(path):
     '''Read everything there is at a path; return what was wrong, None if nothing.'''

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import dcptool
 from dcptool.errors import CheckpointNotFoundError
-from dcptool.interval import daly_interval, optimal_interval, read_cadence, young_interval
-from dcptool.marker import NAME, Marker
+from dcptool.formats.marker import NAME, Marker
+from dcptool.ops.interval import daly_interval, optimal_interval, read_cadence, young_interval
 from dcptool.render.interval import duration, interval_text, percent
 from tests.conftest import FOREIGN, run
 

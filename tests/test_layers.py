@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
 
 import pytest
 
@@ -12,36 +14,20 @@ import dcptool
 from dcptool import errors
 from tests.conftest import ROOT
 
-ORDER = (
-    "errors dtypes model regions findings storage.base storage.local storage.remote storage.union storage "
-    "storage.window publishing pickles.standins pickles.opcodes pickles.machine pickles.inert pickles.emit "
-    "pickles.tensors pickles.plain fill chunks cover checkpoint selection reading schedule copying formats.torch_zip "
-    "formats.torch_zip_scan "
-    "formats.torch_items formats.safetensors_header formats.dcp.tokens formats.dcp.tensor_runs formats.dcp.bulk "
-    "formats.dcp.metadata formats.dcp.build formats.dcp.items formats.dcp.reader formats.torch_save "
-    "formats.safetensors steps formats.detect marker formats.torch_graphs formats.torch_zip_write "
-    "formats.torch_save_write formats.safetensors_write formats.dcp.printing formats.dcp.relocate "
-    "formats.dcp.write formats.layouts placements checks.families "
-    "checks.extents checks.files checks.paths checks.copies checks.items checks names notes runs summary "
-    "comparing.results comparing.arithmetic comparing.bands comparing.pool comparing.values comparing.graphs "
-    "comparing.objects comparing.pairing comparing.outline comparing.live comparing moments stats activity verdict "
-    "torch_reader torch_load "
-    "verification pointers newest marking retention interval guards rewrite torch_engine rescuing.matching rescuing "
-    "resharding.mesh resharding.assign resharding.rules resharding.plan resharding.group resharding.member "
-    "resharding.supervisor resharding overview render.text columns report "
-    "training.reader training.rng training.optimizers training.state training.ranks training.staging training.saving "
-    "training.restoring training.manager training "
-    "render.folding render.stats render.inspect render.inspect_json render.verify "
-    "render.convert render.interval render.reshard render.rescue render.diff render.report page "
-    "cli.options cli.progress cli.inspect cli.verify cli.latest cli.mark cli.prune cli.convert cli.reshard cli.rescue "
-    "cli.diff cli.report cli.interval cli __main__ "
+ROOMS = (
+    "errors words storage checkpoint pickles copying formats checks groups runs ops render training cli __main__"
 ).split()
 HEAVY = {"torch", "numpy", "ml_dtypes", "fsspec", "zstandard", "s3fs", "safetensors"}
 MODULES = sorted((ROOT / "dcptool").rglob("*.py"))
+FOLDERS = sorted({path.parent for path in MODULES})
 
 
-def dotted(path) -> str:
+def dotted(path: Path) -> str:
+    """Return a module's or a folder's name below the package."""
     return ".".join(path.relative_to(ROOT / "dcptool").with_suffix("").parts).removesuffix(".__init__")
+
+
+KNOWN = {f"dcptool.{dotted(path)}" for path in MODULES}
 
 
 def imports(tree: ast.Module, everywhere: bool) -> set[str]:
@@ -52,22 +38,40 @@ def imports(tree: ast.Module, everywhere: bool) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             inside = {f"{node.module}.{alias.name}" for alias in node.names}
-            known = {f"dcptool.{name}" for name in ORDER}
-            found |= inside & known or {node.module}
+            found |= inside & KNOWN or {node.module}
     return found
 
 
+def imported(path: Path) -> set[str]:
+    """Names below the package of all its modules that a module imports, wherever it does."""
+    every = imports(ast.parse(path.read_text()), everywhere=True)
+    return {name.removeprefix("dcptool.") for name in every if name.startswith("dcptool.")}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
-def test_a_module_imports_only_what_stands_before_it(path):
-    name = dotted(path)
-    ours = imports(ast.parse(path.read_text()), everywhere=True)
-    ours = {module.removeprefix("dcptool.") for module in ours if module.startswith("dcptool.")}
-    if name in ("__init__", "pickles", "formats", "formats.dcp", "render"):  # packages that only describe themselves
-        assert name == "__init__" or not ours
+def test_a_room_imports_only_from_those_before_it(path):
+    room = dotted(path).partition(".")[0]
+    if room == "__init__":
         return
-    assert name in ORDER, f"{name} has no place in the order"
-    before = set(ORDER[: ORDER.index(name)])
-    assert {module for module in ours if module in ORDER and module != name} <= before
+    assert room in ROOMS, f"{room} is no room: give it a place in the order"
+    allowed = set(ROOMS[: ROOMS.index(room) + 1])
+    assert {name for name in imported(path) if name.partition(".")[0] not in allowed} == set()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_within_a_folder_no_cycles(folder):
+    prefix = f"{dotted(folder)}." if folder != ROOT / "dcptool" else ""
+    uses: dict[str, set[str]] = {}
+    for path in folder.rglob("*.py"):
+        mine = dotted(path).removeprefix(prefix).partition(".")[0]
+        inside = {name.removeprefix(prefix).partition(".")[0] for name in imported(path) if name.startswith(prefix)}
+        uses.setdefault(mine, set()).update(inside - {mine})
+    list(TopologicalSorter(uses).static_order())  # a CycleError names the cycle
+
+
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder != ROOT / "dcptool"], ids=dotted)
+def test_a_folder_explains_itself(folder):
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=dotted)

@@ -10,7 +10,8 @@ import pytest
 
 from dcptool.errors import DcptoolError, MetadataError
 from dcptool.formats.dcp.build import build
-from dcptool.formats.dcp.metadata import is_inside, read_records
+from dcptool.formats.dcp.metadata import read_records
+from dcptool.storage import is_inside
 from tests.conftest import FOREIGN
 
 SMALL = FOREIGN / "w_nodist" / ".metadata"

@@ -10,12 +10,13 @@ import pytest
 
 import dcptool
 from dcptool import Level, VerifyOptions
-from dcptool.checks import items, state_of
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checks import items
+from dcptool.checks.check import state_of
 from dcptool.errors import ItemError, StorageError
-from dcptool.findings import Finding, Severity
-from dcptool.retention import plan_prune
+from dcptool.ops.prune import plan_prune
+from dcptool.ops.verify.verdict import State, judge
 from dcptool.storage.local import LocalStorage
-from dcptool.verdict import State, judge
 from tests import damage
 from tests.conftest import FOREIGN, OLD, run
 

@@ -10,7 +10,7 @@ import pytest
 
 import dcptool
 from dcptool.errors import ItemError
-from dcptool.resharding.plan import make_plan
+from dcptool.ops.reshard.plan import make_plan
 from tests import damage
 from tests.conftest import FOREIGN, OLD, run
 

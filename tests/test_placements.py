@@ -10,8 +10,8 @@ import re
 import pytest
 
 import dcptool
-from dcptool.chunks import ChunkTable
-from dcptool.placements import is_grid, layout
+from dcptool.checkpoint.chunks import ChunkTable
+from dcptool.checkpoint.layouts import is_grid, layout
 from tests.conftest import WHOLE, Part, part
 
 

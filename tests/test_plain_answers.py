@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import dcptool.cli  # noqa: F401 - its modules are patched
-from dcptool.verdict import State, judge
+from dcptool.ops.verify.verdict import State, judge
 from tests import damage
 from tests.conftest import FOREIGN, run
 

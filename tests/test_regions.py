@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcptool.regions import contiguous_strides, first_gap, intersect, is_contiguous, span, volume
+from dcptool.checkpoint.regions import contiguous_strides, first_gap, intersect, is_contiguous, span, volume
 
 SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=3).map(tuple)
 

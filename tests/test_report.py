@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import dcptool
-from dcptool.checkpoint import Checkpoint, TensorEntry
-from dcptool.chunks import ChunkTable
-from dcptool.columns import ColumnTable, boxes_rule, column_rule
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.chunks import ChunkTable
+from dcptool.checkpoint.entries import TensorEntry
+from dcptool.checkpoint.extents import Extent
 from dcptool.errors import DcptoolError, LayoutError, OutputExistsError, SeveralCheckpointsError, UnsupportedError
-from dcptool.model import Extent
-from dcptool.render.report import embedded, to_html
-from dcptool.report import describe
-from dcptool.summary import summarize_checkpoint
-from dcptool.verification import verify
+from dcptool.ops.inspect.summary import summarize_checkpoint
+from dcptool.ops.report.columns import ColumnTable, boxes_rule, column_rule
+from dcptool.ops.report.document import describe
+from dcptool.ops.report.html import embedded, to_html
+from dcptool.ops.verify.verify import verify
 from tests.conftest import FOREIGN, PARTS, run
 from tests.damage import flip_byte
 
@@ -51,7 +52,7 @@ def page_data(page):
 
 
 def decode_column(rule):
-    """Values of a column, as `dcptool.columns` says they are stored."""
+    """Values of a column, as `dcptool.ops.report.columns` says they are stored."""
     if isinstance(rule, list):
         triples = zip(rule[::3], rule[1::3], rule[2::3], strict=True)
         return [first + step * i for count, first, step in triples for i in range(count)]
@@ -293,8 +294,8 @@ def test_findings_are_those_of_verify(foreign, tmp_path):
 
 @pytest.mark.torchfree
 def test_many_findings_are_counted(foreign):
-    from dcptool.findings import Finding, Severity
-    from dcptool.report import MAX_MESSAGES, grouped
+    from dcptool.checkpoint.findings import Finding, Severity
+    from dcptool.ops.report.document import MAX_MESSAGES, grouped
 
     findings = [Finding("wrong-crc", Severity.ERROR, f"m{i}", fqn="w", next_step="go") for i in range(MAX_MESSAGES + 7)]
     [group] = grouped(findings, {"w": 3})

@@ -259,9 +259,10 @@ def test_every_kind_of_tensor_opens(chromium, foreign, tmp_path):
 
 def test_packed_columns_and_dimensions_that_are_not_drawn(chromium, tmp_path):
     """The page reads what no rule describes, and lets choose where more than two dimensions are cut."""
-    from dcptool.checkpoint import Checkpoint, TensorEntry
-    from dcptool.chunks import ChunkTable
-    from dcptool.model import Extent
+    from dcptool.checkpoint.checkpoint import Checkpoint
+    from dcptool.checkpoint.chunks import ChunkTable
+    from dcptool.checkpoint.entries import TensorEntry
+    from dcptool.checkpoint.extents import Extent
 
     random = np.random.default_rng(3)
     table = ChunkTable()

@@ -12,7 +12,6 @@ import zipfile
 import pytest
 
 import dcptool
-from dcptool import rescuing
 from dcptool.errors import (
     CheckpointNotFoundError,
     DcptoolError,
@@ -23,7 +22,8 @@ from dcptool.errors import (
     UnsupportedError,
 )
 from dcptool.formats.dcp.metadata import read_records
-from dcptool.formats.torch_zip_scan import zip_at_start
+from dcptool.formats.torch_save.zip_scan import zip_at_start
+from dcptool.ops.rescue import rescue as rescuing
 from tests import damage
 from tests.conftest import FOREIGN, WHOLE, run
 

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 N_TENSORS = 30
 PRELUDE = """
 import errno, os, signal, time
-from dcptool.resharding import group, member, supervisor
+from dcptool.groups import group, supervisor
+from dcptool.ops.reshard import member
 from dcptool.storage import local
 FLAGS = {flags!r}
 real_write = member._write

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import dcptool
-from dcptool.resharding.plan import ReshardOptions, make_plan
+from dcptool.ops.reshard.plan import ReshardOptions, make_plan
 from tests.conftest import ROOT
 from tests.forks import run_ranks, values
 

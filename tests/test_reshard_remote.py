@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import dcptool  # noqa: E402
-from dcptool.resharding import ReshardOptions  # noqa: E402
+from dcptool.ops.reshard.reshard import ReshardOptions  # noqa: E402
 from tests import damage  # noqa: E402
 from tests.commands import wait_for  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
@@ -36,7 +36,7 @@ S3FileSystem._call_s3 = call
 SLOW = """
 import os, time
 from dcptool.storage import remote
-from dcptool.resharding import member
+from dcptool.ops.reshard import member
 real_write = member._write
 def told_write(group, *rest):
     global RANK
@@ -125,7 +125,7 @@ def test_a_second_run_to_one_place_removes_nothing_of_the_first(commands, source
     """Both have looked before either had written."""
     target = f"{s3_url}/step_7"
     slow = SLOW.format(flags=str(tmp_path), seconds=2)
-    blind = "from dcptool import publishing\npublishing._require_nothing_there = lambda path: None\n"
+    blind = "from dcptool.copying import publishing\npublishing._require_nothing_there = lambda path: None\n"
     first = commands.start("reshard", "--world-size", 4, "--workers", 2, source, target, code=slow)
     wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
     second = commands.run("reshard", "--world-size", 4, "--workers", 2, source, target, code=blind)
@@ -137,7 +137,7 @@ def test_a_second_run_to_one_place_removes_nothing_of_the_first(commands, source
 
 def test_what_is_removed_from_a_store_stops_looking_whole_first(monkeypatch):
     """Stopped after the marker was written and before anybody heard of it: marker and metadata go before the data."""
-    from dcptool.resharding import supervisor
+    from dcptool.groups import supervisor
 
     deleted: list[str] = []
 

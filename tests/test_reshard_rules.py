@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcptool
+from dcptool.checkpoint.regions import first_gap, volume
 from dcptool.errors import LayoutError
-from dcptool.regions import first_gap, volume
-from dcptool.resharding.assign import Held, Share, assign
-from dcptool.resharding.mesh import Cut, Mesh, boxes_of, mislabelled, parse_mesh, parse_placement
-from dcptool.resharding.plan import ReshardOptions, default_target, make_plan, options_problem
-from dcptool.resharding.rules import mesh_hint
+from dcptool.ops.reshard.assign import Held, Share, assign
+from dcptool.ops.reshard.mesh import Cut, Mesh, boxes_of, mislabelled, parse_mesh, parse_placement
+from dcptool.ops.reshard.plan import ReshardOptions, default_target, make_plan, options_problem
+from dcptool.ops.reshard.rules import mesh_hint
 from tests.alone import reshard_alone
 from tests.conftest import FOREIGN
 from tests.damage import copy, edit_metadata

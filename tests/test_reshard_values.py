@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import dcptool
-from dcptool.checkpoint import TensorEntry
+from dcptool.checkpoint.entries import TensorEntry
 from dcptool.errors import DcptoolError, ItemError
 from tests import damage
 from tests.alone import reshard_alone
@@ -69,8 +69,8 @@ def test_files_of_one_process_are_sharded(form, tmp_path):
 
 def test_strided_payloads_and_tensors_larger_than_a_band(tmp_path, monkeypatch):
     """Bands of a few KiB cut everything everywhere: rows, within rows, across chunks, across target boxes."""
-    monkeypatch.setattr("dcptool.reading.BAND_NBYTES", 4096)
-    monkeypatch.setattr("dcptool.schedule.BAND_NBYTES", 4096)
+    monkeypatch.setattr("dcptool.copying.reading.BAND_NBYTES", 4096)
+    monkeypatch.setattr("dcptool.copying.schedule.BAND_NBYTES", 4096)
     generator = torch.Generator().manual_seed(3)
     wide = torch.randn(7, 3000, generator=generator)
     state = {

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import dcptool
-from dcptool.checks import Level
+from dcptool.checks.check import Level
 from dcptool.errors import CheckpointNotFoundError, ItemError, StorageError, UnsupportedError
-from dcptool.marker import FOREIGN, NEGATIVE
-from dcptool.pointers import read_pointers
-from dcptool.retention import Decision, PrunePlan, delete_steps, make_plan, plan_prune
-from dcptool.runs import find_runs
+from dcptool.formats.marker import FOREIGN, NEGATIVE
+from dcptool.ops.prune import Decision, PrunePlan, delete_steps, make_plan, plan_prune
+from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions, judge
+from dcptool.runs.directory import find_runs
+from dcptool.runs.pointers import read_pointers
 from dcptool.storage import locate
-from dcptool.verdict import State, Verdict, VerifyOptions, judge
 from tests import damage
 from tests.conftest import FOREIGN as CHECKPOINTS
 from tests.conftest import OLD
@@ -219,7 +219,7 @@ class TestMarkers:
         assert judge(folder / "step_2").state is State.INCOMPLETE
 
     def test_what_changes_while_it_is_looked_at_is_in_progress(self, run, monkeypatch):
-        import dcptool.verdict as module
+        import dcptool.ops.verify.verdict as module
 
         folder = run("step_1")
         check = module.check
@@ -356,8 +356,8 @@ class TestNodeLocalHalves:
 
 def verdict(name: str, state: State = State.COMPLETE, written: float = 0.0) -> Verdict:
     """A verdict that nobody had to read anything for."""
+    from dcptool.checkpoint.steps import step_number
     from dcptool.checks.items import Tally
-    from dcptool.steps import step_number
 
     return Verdict(
         f"run/{name}", name, step_number(name), state, None, (), (), 3, 100, written, Level.METADATA, Tally()

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 import dcptool
-from dcptool.checks import Level
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checks.check import Level
 from dcptool.errors import OutputExistsError, StorageError, UnsupportedError
-from dcptool.findings import Finding, Severity
-from dcptool.marker import is_marker
-from dcptool.pointers import read_pointers
-from dcptool.retention import delete_steps, make_plan, plan_prune
-from dcptool.runs import find_runs
+from dcptool.formats.marker import is_marker
+from dcptool.ops.prune import delete_steps, make_plan, plan_prune
+from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from dcptool.ops.verify.verify import compare_steps
+from dcptool.runs.directory import find_runs
+from dcptool.runs.pointers import read_pointers
 from dcptool.storage import LocalStorage, locate
-from dcptool.verdict import State, VerifyOptions, judge
-from dcptool.verification import compare_steps
 from tests import damage
 from tests.conftest import FOREIGN, OLD
 from tests.conftest import run as cli
@@ -153,7 +153,7 @@ class TestWhatCouldNotBeRead:
         assert [v.state.value for v in report.verdicts] == ["damaged", "complete", "damaged"]
 
     def test_a_sibling_that_vanishes_drops_no_candidate(self, tmp_path, monkeypatch):
-        import dcptool.newest as module
+        import dcptool.ops.latest as module
         from dcptool.errors import CheckpointNotFoundError
 
         folder = steps(tmp_path, "step_1", "step_2")
@@ -215,7 +215,7 @@ class TestMarkers:
         assert kinds(judge(step, VerifyOptions(require_marker=True))) == {"bad-marker"}
 
     def test_one_that_is_too_large(self, step, monkeypatch):
-        monkeypatch.setattr("dcptool.marker.MAX_MARKER_NBYTES", 10)
+        monkeypatch.setattr("dcptool.formats.marker.MAX_MARKER_NBYTES", 10)
         (step / "_COMPLETE").write_text(" " * 11)
         assert kinds(judge(step)) == {"bad-marker"}
 
@@ -272,7 +272,7 @@ class TestMarkers:
         assert dcptool.mark_complete(step).marker.writer == "mark"  # the old one was of another save
 
     def test_an_io_error_while_hashing_is_a_finding(self, step, monkeypatch):
-        import dcptool.marker as module
+        import dcptool.formats.marker as module
 
         dcptool.mark_complete(step, checksums=True)
 
@@ -497,7 +497,7 @@ class TestDelete:
         assert prune(tmp_path / "run", 2, **ASK) == ("step_1",)
 
     def test_kept_steps_are_not_judged_for_each_deletion(self, folder, monkeypatch):
-        import dcptool.retention as module
+        import dcptool.ops.prune as module
 
         made = make_plan(folder, 1, now=time.time())
         judged = []

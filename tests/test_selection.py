@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dcptool.selection import unmatched
+from dcptool.checkpoint.selection import unmatched
 from tests.conftest import FOREIGN, run
 
 CKPT = FOREIGN / "xver_t2130"

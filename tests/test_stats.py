@@ -13,9 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dcptool
-from dcptool import moments, reading, stats
-from dcptool.findings import Severity
-from dcptool.moments import Moments, measure
+from dcptool.checkpoint.findings import Severity
+from dcptool.copying import reading
+from dcptool.ops.inspect import moments, stats
+from dcptool.ops.inspect.moments import Moments, measure
 from tests import damage
 from tests.conftest import FOREIGN, WHOLE, part, run
 

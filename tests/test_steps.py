@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcptool.steps import in_step_order, step_number
+from dcptool.checkpoint.steps import in_step_order, step_number
 
 pytestmark = pytest.mark.torchfree
 

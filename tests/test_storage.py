@@ -14,7 +14,7 @@ import fsspec
 import pytest
 
 from dcptool.errors import CheckpointNotFoundError, StorageError, UnsupportedError
-from dcptool.storage import Entry, FsspecStorage, base_name, join, local, locate
+from dcptool.storage import DirEntry, FsspecStorage, base_name, join, local, locate
 from tests.conftest import ROOT
 
 CONTENT = {"a.bin": bytes(range(256)) * 8, "empty": b"", "sub/b.bin": b"inside", ".metadata": b"hidden"}
@@ -42,9 +42,9 @@ class TestEveryStorage:
     def test_listing_is_one_level_sorted_and_relative(self, root):
         storage, file = locate(root)
         assert file is None
-        expected = [Entry(".metadata", 6, False), Entry("a.bin", 2048, False), Entry("empty", 0, False)]
-        assert [entry._replace(mtime=None) for entry in storage.entries()] == [*expected, Entry("sub", 0, True)]
-        assert [entry._replace(mtime=None) for entry in storage.entries("sub")] == [Entry("sub/b.bin", 6, False)]
+        expected = [DirEntry(".metadata", 6, False), DirEntry("a.bin", 2048, False), DirEntry("empty", 0, False)]
+        assert [entry._replace(mtime=None) for entry in storage.entries()] == [*expected, DirEntry("sub", 0, True)]
+        assert [entry._replace(mtime=None) for entry in storage.entries("sub")] == [DirEntry("sub/b.bin", 6, False)]
         assert all(abs(entry.mtime - time.time()) < 600 for entry in storage.entries() if not entry.is_dir)
 
     def test_ranges(self, root):

@@ -21,11 +21,11 @@ import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: E402
 
 import dcptool  # noqa: E402
-from dcptool import torch_load  # noqa: E402
+from dcptool.checkpoint.findings import Severity  # noqa: E402
 from dcptool.errors import DcptoolError, StorageError, UnsupportedError  # noqa: E402
-from dcptool.findings import Severity  # noqa: E402
-from dcptool.torch_load import load_with_torch  # noqa: E402
-from dcptool.torch_reader import far_corner  # noqa: E402
+from dcptool.ops.verify import torch_load  # noqa: E402
+from dcptool.ops.verify.torch_load import load_with_torch  # noqa: E402
+from dcptool.ops.verify.torch_reader import far_corner  # noqa: E402
 from tests.conftest import WHOLE, part, run  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
 import dcptool  # noqa: E402
-from dcptool import dtypes  # noqa: E402
+from dcptool.checkpoint import dtypes  # noqa: E402
 from dcptool.errors import ItemError, MetadataError, UnsupportedError  # noqa: E402
 from dcptool.pickles import plain  # noqa: E402
 

@@ -8,11 +8,11 @@ import zlib
 
 import pytest
 
+from dcptool.copying.outputs import Closing, Fill, Literal
 from dcptool.errors import ItemError
-from dcptool.formats import torch_zip
-from dcptool.formats.torch_zip import TorchZip, head_nbytes
-from dcptool.formats.torch_zip_write import Member, lay_out_zip, template
-from dcptool.model import Closing, Fill, Literal
+from dcptool.formats.torch_save import zip as torch_zip
+from dcptool.formats.torch_save.zip import TorchZip, head_nbytes
+from dcptool.formats.torch_save.zip_write import Member, lay_out_zip, template
 
 pytestmark = pytest.mark.torchfree
 

@@ -18,9 +18,9 @@ from typing import NamedTuple
 import pytest
 
 import dcptool
-from dcptool.checks import Level
-from dcptool.marking import mark_complete
-from dcptool.verdict import State, VerifyOptions, judge
+from dcptool.checks.check import Level
+from dcptool.ops.mark import mark_complete
+from dcptool.ops.verify.verdict import State, VerifyOptions, judge
 from tests import damage
 from tests.conftest import FOREIGN, PARTS
 
@@ -313,7 +313,7 @@ def test_a_save_of_nothing_is_a_warning(tmp_path):
 
 @pytest.mark.torchfree
 def test_a_number_of_many_digits_is_no_rank():
-    from dcptool.checks.families import per_rank_families
+    from dcptool.checkpoint.families import per_rank_families
 
     names = ["rng.rank_1", "rng.rank_" + "9" * 10, "rng.rank_" + "9" * 5000]
     assert per_rank_families(names) == {"rng.rank_N": {1}}

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dcptool.checkpoint import Checkpoint, TensorEntry
-from dcptool.cover import Overlap
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.cover import Overlap
+from dcptool.checkpoint.entries import TensorEntry
+from dcptool.checkpoint.extents import Chunk
+from dcptool.checkpoint.fill import fill, numpy_empty
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.regions import Box, cut_box
 from dcptool.errors import DcptoolError
-from dcptool.fill import fill, numpy_empty
-from dcptool.findings import Finding, Severity
-from dcptool.model import Chunk
-from dcptool.reading import cut_box
-from dcptool.regions import Box
 
 BAND_ELEMENTS = 1 << 20
 """Elements of each copy in memory at once."""

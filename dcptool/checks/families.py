@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
-from dcptool.checkpoint import Checkpoint
-from dcptool.findings import Finding, Severity
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.families import per_rank_families
+from dcptool.checkpoint.findings import Finding, Severity
 
-PER_RANK = re.compile(r"((?:^|[._/])(?:dp_?|local_|global_)?rank[._]?)(\d{1,9})(?=$|[._/])")
 _SHARD = re.compile(r"/shard_(\d{1,9})_(\d{1,9})$")
 
 
 def family_problems(checkpoint: Checkpoint) -> list[Finding]:
     """Return families of entries that have gaps."""
     return [*_rank_gaps(checkpoint), *_shard_gaps(checkpoint)]
-
-
-def per_rank_families(names: Iterable[str]) -> dict[str, set[int]]:
-    """Return the names that hold a rank's number: the name with an N in its place → the numbers there are."""
-    families: dict[str, set[int]] = {}
-    for name in names:
-        match = PER_RANK.search(name)
-        if match:
-            pattern = f"{name[: match.start(2)]}N{name[match.end(2) :]}"
-            families.setdefault(pattern, set()).add(int(match[2]))
-    return families
 
 
 def _rank_gaps(checkpoint: Checkpoint) -> list[Finding]:

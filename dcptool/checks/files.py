@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-from dcptool.checkpoint import Checkpoint
-from dcptool.checks.extents import Placement, name_of
-from dcptool.chunks import FileUse
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.chunks import FileUse
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.items import FileItems, name_of
 from dcptool.errors import DcptoolError
-from dcptool.findings import Finding, Severity, bytes_words
 from dcptool.formats.dcp.reader import METADATA, data_file_rank, rank_metadata
-from dcptool.formats.safetensors_header import LFS_START
+from dcptool.formats.safetensors.header import LFS_START
+from dcptool.words import bytes_words
 
 APART_SECONDS = 60.0
 """Files written further apart than this may be of two saves; a listing alone proves nothing."""
@@ -23,12 +24,12 @@ GET_LFS_FILES = "Run git lfs pull there."
 _GET_FILES = "Copy the files of all nodes here (or name their folders with --also), or resume from another step."
 
 
-def file_problems(checkpoint: Checkpoint, placement: Placement | None = None) -> list[Finding]:
+def file_problems(checkpoint: Checkpoint, by_file: FileItems | None = None) -> list[Finding]:
     """Return what a listing shows: referenced files that are missing or shorter than the metadata says, leftovers.
 
     Args:
         checkpoint: an open checkpoint.
-        placement: its items by file, where the caller has it; made if a file turns out to be short.
+        by_file: its items by file, where the caller has it; made if a file turns out to be short.
     """
     usage = checkpoint.usage
     total = sum(use.nbytes for use in usage.values()) or 1
@@ -47,21 +48,21 @@ def file_problems(checkpoint: Checkpoint, placement: Placement | None = None) ->
                 Finding("lfs-pointer", Severity.ERROR, message, name, byte_range=span, next_step=GET_LFS_FILES)
             )
         elif nbytes < use.end:
-            placement = placement or Placement(checkpoint)
-            problems.append(_short(placement, name, nbytes, use, total))
+            by_file = by_file or FileItems(checkpoint)
+            problems.append(_short(by_file, name, nbytes, use, total))
     if missing:
         problems.insert(0, _missing(checkpoint, missing, total))
     return problems + _leftovers(checkpoint, usage)
 
 
-def _short(placement: Placement, name: str, nbytes: int, use: FileUse, total: int) -> Finding:
+def _short(by_file: FileItems, name: str, nbytes: int, use: FileUse, total: int) -> Finding:
     held = _lost([use], total)
     message = f"{name} is empty; it should hold {held}"
     if nbytes:
         message = f"{name} is cut short: {bytes_words(nbytes)} of at least {use.end:,}; it should hold {held}"
-        _, ends = placement.spans(name)
+        _, ends = by_file.spans(name)
         beyond = [index for index, end in enumerate(ends) if end > nbytes]
-        first = name_of(placement.item(name, beyond[0]))
+        first = name_of(by_file.item(name, beyond[0]))
         which = f"lie beyond the end, the first {first}" if len(beyond) > 1 else f"lies beyond the end: {first}"
         message += f"; {len(beyond):,} of them {which}"
     return Finding("short-file", Severity.ERROR, message, name, byte_range=(nbytes, use.end), next_step=_GET_FILES)

@@ -10,13 +10,14 @@ from contextlib import contextmanager, suppress
 from threading import Event
 from typing import NamedTuple
 
-from dcptool.checkpoint import Checkpoint, TensorEntry, require_box
-from dcptool.checks.extents import Placed, Placement, name_of
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.entries import TensorEntry, require_box
+from dcptool.checkpoint.extents import Record
+from dcptool.checkpoint.fill import crc32
+from dcptool.checkpoint.findings import Finding, Severity, problem_and_step
+from dcptool.checkpoint.items import FileItems, Placed, name_of
 from dcptool.errors import DcptoolError, ItemError, StorageError, UnsupportedError
-from dcptool.fill import crc32
-from dcptool.findings import Finding, Severity, problem_and_step
-from dcptool.model import Record
-from dcptool.reading import Progress
+from dcptool.storage import Progress
 from dcptool.storage.window import Window
 
 HEADERS_NBYTES = 64 << 10
@@ -55,13 +56,13 @@ class Job(NamedTuple):
 
 
 def item_problems(
-    checkpoint: Checkpoint, placement: Placement, deep: bool, threads: int, progress: Progress | None = None
+    checkpoint: Checkpoint, by_file: FileItems, deep: bool, threads: int, progress: Progress | None = None
 ) -> tuple[list[Finding], Tally]:
     """Examine every item; with `deep` read every byte of it and check every checksum.
 
     Args:
         checkpoint: an open checkpoint.
-        placement: its items by file.
+        by_file: its items by file.
         deep: whether bytes are read, not only headers.
         threads: how many read at the same time.
         progress: told the bytes as they are read.
@@ -71,11 +72,11 @@ def item_problems(
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    jobs = list(_jobs(checkpoint, placement))
+    jobs = list(_jobs(checkpoint, by_file))
     stop = Event()
 
     def run(job: Job) -> tuple[list[Finding], Tally]:
-        return _Scan(checkpoint, placement, deep, progress, stop).run(job)
+        return _Scan(checkpoint, by_file, deep, progress, stop).run(job)
 
     with ThreadPoolExecutor(threads) as pool:
         try:
@@ -103,14 +104,14 @@ def item_problems(
     return problems, tally
 
 
-def _jobs(checkpoint: Checkpoint, placement: Placement) -> Iterator[Job]:
-    for file in sorted(placement.files):
+def _jobs(checkpoint: Checkpoint, by_file: FileItems) -> Iterator[Job]:
+    for file in sorted(by_file.files):
         nbytes = checkpoint.files.get(file)
         if nbytes is None:
             nbytes = checkpoint.storage.size(file)
         if nbytes is None:  # missing, which is said elsewhere
             continue
-        starts, _ = placement.spans(file)
+        starts, _ = by_file.spans(file)
         first = 0
         for index, start in enumerate(starts):
             if start - starts[first] >= JOB_NBYTES:
@@ -123,10 +124,10 @@ class _Scan:
     """One thread's way through one job."""
 
     def __init__(
-        self, checkpoint: Checkpoint, placement: Placement, deep: bool, progress: Progress | None, stop: Event
+        self, checkpoint: Checkpoint, by_file: FileItems, deep: bool, progress: Progress | None, stop: Event
     ) -> None:
         self._stop = stop
-        self._checkpoint, self._placement, self._deep = checkpoint, placement, deep
+        self._checkpoint, self._by_file, self._deep = checkpoint, by_file, deep
         self._window = Window(checkpoint.storage)
         self._source = checkpoint.source.over(self._window)
         self._progress = progress or (lambda nbytes: None)
@@ -138,7 +139,7 @@ class _Scan:
         self._tally = Tally()
 
     def run(self, job: Job) -> tuple[list[Finding], Tally]:
-        starts, ends = (column[job.first : job.last] for column in self._placement.spans(job.file))
+        starts, ends = (column[job.first : job.last] for column in self._by_file.spans(job.file))
         there = [index for index, end in enumerate(ends) if end <= job.nbytes]  # others are cut off, said elsewhere
         position = 0
         while position < len(there) and not self._stop.is_set():
@@ -151,7 +152,7 @@ class _Scan:
                 with suppress(DcptoolError):  # its items will say so, each by itself
                     self._window.load(job.file, starts[index], end)
             for at in there[position:last]:
-                placed = self._placement.item(job.file, job.first + at)
+                placed = self._by_file.item(job.file, job.first + at)
                 looked = Tally(n_unread=1)
                 with self._telling(placed):
                     looked = self._look_at(placed)

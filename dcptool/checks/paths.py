@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dcptool.checkpoint import Checkpoint
-from dcptool.findings import Finding, Severity
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.findings import Finding, Severity
 
 
 def path_problems(checkpoint: Checkpoint) -> list[Finding]:

@@ -89,7 +89,7 @@ class _Group(click.Group):
 
 
 def _complain(message: str) -> None:
-    from dcptool.render.text import shown
+    from dcptool.words import shown
 
     # Later lines are indented, so that a name with a newline in it cannot pass for a message of its own.
     lines = [line.strip() for line in f"error: {message}".splitlines()]
@@ -100,7 +100,7 @@ def _commands(error: SeveralCheckpointsError) -> str:
     """Return the command that was given once more for each checkpoint it can have meant."""
     import shlex
 
-    from dcptool.steps import step_number
+    from dcptool.checkpoint.steps import step_number
 
     given = sys.argv[1:]
     if error.path not in [argument.rstrip("/") for argument in given]:

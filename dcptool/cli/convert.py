@@ -73,16 +73,16 @@ def convert(
 
     Exits 1 if --skip-corrupt left something out.
     """
+    from dcptool.checkpoint.selection import Renaming
     from dcptool.cli.progress import bar
+    from dcptool.ops.convert.convert import ConvertOptions
+    from dcptool.ops.convert.convert import convert as convert_path
     from dcptool.render.convert import conversion_json, conversion_lines, plan_text
-    from dcptool.rewrite import ConvertOptions
-    from dcptool.rewrite import convert as convert_path
-    from dcptool.selection import Renaming
 
     _require_meaning(to, target)
     if engine == "torch":
-        from dcptool.render.text import shown
-        from dcptool.torch_engine import convert_with_torch, torch_problem
+        from dcptool.ops.convert.torch_engine import convert_with_torch, torch_problem
+        from dcptool.words import shown
 
         problem = torch_problem(source, target, to)
         if problem:

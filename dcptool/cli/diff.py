@@ -42,7 +42,7 @@ def diff(
     Exits 1 if something differs or cannot be read.
     """
     from dcptool.cli.progress import bar
-    from dcptool.comparing import DiffOptions, compare
+    from dcptool.ops.diff.diff import DiffOptions, compare
     from dcptool.render.diff import diff_json, diff_text
 
     chosen = DiffOptions(keys, exclude, strip_prefix_a, strip_prefix_b, rtol, atol, nan_equal, layout, threads)

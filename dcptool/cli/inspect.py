@@ -44,7 +44,7 @@ def inspect(
     gc.disable()  # nothing here makes cycles worth the quarter of the time that looking for them takes
     from dcptool.cli.progress import bar
     from dcptool.errors import DcptoolError
-    from dcptool.overview import summarize
+    from dcptool.ops.inspect.inspect import summarize
 
     options.require_use_of_threads(threads, stats, "--stats")
     try:

@@ -48,9 +48,9 @@ def interval(
     RUN_DIR is a run whose markers hold how long its saves take and when they were, as dcptool.training writes them:
     then --save need not be given, and what the run does now is shown too.
     """
-    from dcptool.interval import optimal_interval, read_cadence
+    from dcptool.ops.interval import optimal_interval, read_cadence
     from dcptool.render.interval import interval_json, interval_text
-    from dcptool.render.text import shown
+    from dcptool.words import shown
 
     cadence = read_cadence(run_dir, marker) if run_dir is not None else None
     blocked = save if save is not None or cadence is None else cadence.save_seconds

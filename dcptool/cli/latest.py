@@ -24,10 +24,10 @@ def latest(
 
     Exits 1 if no step is complete, or there is none.
     """
-    from dcptool.checks import Level
-    from dcptool.newest import find_latest
+    from dcptool.checks.check import Level
+    from dcptool.ops.latest import find_latest
+    from dcptool.ops.verify.verdict import VerifyOptions
     from dcptool.render.verify import latest_json, latest_lines
-    from dcptool.verdict import VerifyOptions
 
     level = Level.DEEP if deep else Level.METADATA
     found = find_latest(run_dir, VerifyOptions(level, marker, require_marker, options.parts_of(require)))

@@ -22,8 +22,8 @@ def mark(path: str, checksums: bool, marker: str, threads: int | None, as_json: 
     import json
 
     from dcptool.cli.progress import bar
-    from dcptool.marking import mark_complete
-    from dcptool.render.text import nbytes, plural, shown
+    from dcptool.ops.mark import mark_complete
+    from dcptool.words import nbytes, plural, shown
 
     with bar(quiet) as progress:
         marked = mark_complete(path, checksums=checksums, marker=marker, threads=threads, progress=progress)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from dcptool.checks import Level
+    from dcptool.checks.check import Level
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -54,7 +54,7 @@ class Duration(click.ParamType[float]):
 
 
 def _marker_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    from dcptool.marker import name_problem
+    from dcptool.formats.marker import name_problem
 
     problem = name_problem(value)
     if problem:
@@ -176,7 +176,7 @@ def answer(
 
 def level_of(records: bool, deep: bool) -> Level:
     """Return how closely --records and --deep say to look."""
-    from dcptool.checks import Level
+    from dcptool.checks.check import Level
 
     return Level.DEEP if deep else Level.RECORDS if records else Level.METADATA
 

@@ -45,9 +45,9 @@ def prune(
     """
     import time
 
+    from dcptool.ops.prune import delete_steps, make_plan
+    from dcptool.ops.verify.verdict import VerifyOptions
     from dcptool.render.verify import deleted_lines, plan_json, plan_text
-    from dcptool.retention import delete_steps, make_plan
-    from dcptool.verdict import VerifyOptions
 
     if include_incomplete != (older_than is not None):
         raise click.UsageError("--include-incomplete and --older-than go together: say how old they must be")

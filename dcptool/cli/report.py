@@ -39,7 +39,7 @@ def report(
 
     gc.disable()  # nothing here makes cycles worth the time that looking for them takes
     from dcptool.cli.progress import bar
-    from dcptool.page import write_report
+    from dcptool.ops.report.report import write_report
     from dcptool.render.report import report_json, report_lines
 
     if output == "-":

@@ -26,9 +26,9 @@ def rescue(
     (exit 3). No marker is written.
     """
     from dcptool.cli.progress import bar
+    from dcptool.ops.rescue.rescue import rescue as rescue_path
     from dcptool.render.rescue import rescued_json, rescued_text
-    from dcptool.render.text import shown
-    from dcptool.rescuing import rescue as rescue_path
+    from dcptool.words import shown
 
     with bar(quiet) as progress:
         done = rescue_path(path, like, output, threads=threads, dry_run=dry_run, progress=progress)

@@ -51,10 +51,10 @@ def verify(
     """
     from dcptool.cli.progress import bar
     from dcptool.errors import DcptoolError
-    from dcptool.render.text import shown
+    from dcptool.ops.verify.verdict import VerifyOptions
+    from dcptool.ops.verify.verify import verify as verify_path
     from dcptool.render.verify import verify_json, verify_text
-    from dcptool.verdict import VerifyOptions
-    from dcptool.verification import verify as verify_path
+    from dcptool.words import shown
 
     options.require_use_of_threads(threads, records or deep, "--records and --deep")
     if trust and not load:

@@ -1,14 +1,9 @@
-"""One reader and one writer per on-disk format; a reader turns bytes into a `Checkpoint` with a `Source` of payloads.
+"""One package per on-disk format: bytes into a `Checkpoint`, a `Checkpoint` into files laid out.
 
-torch_zip            the zip that torch.save writes
-torch_zip_scan       such zips that lie back to back, with nothing to tell where one ends
-torch_items          tensors and objects inside such a zip
-torch_graphs         tensors and objects as torch pickles them, to be written
-dcp                  torch.distributed.checkpoint directories
-torch_save           `.pt` files
-safetensors_header   the header of a safetensors file or blob
-safetensors          files, indexes, folders, and the shard sets DCP writes in that format
-detect               which of them a path is
-…_write              lay out what is to be written in a format
-layouts              lay out the output of a conversion in the format that is asked for
+dcp          torch.distributed.checkpoint directories
+torch_save   `.pt` files
+safetensors  files, indexes and folders
+marker       the file that says a checkpoint is whole
+detect       which format a path is, and what is in a folder
+output       the output of a conversion in the format that is asked for
 """

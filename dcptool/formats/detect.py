@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from dcptool.checkpoint import Checkpoint
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.steps import step_number
 from dcptool.errors import (
     CheckpointNotFoundError,
     MetadataError,
@@ -17,10 +18,9 @@ from dcptool.errors import (
 )
 from dcptool.formats.dcp.metadata import check_pickle_start
 from dcptool.formats.dcp.reader import METADATA, data_file_rank, is_dcp, megatron_backend, open_dcp, rank_metadata
-from dcptool.formats.safetensors import INDEX_SUFFIX, SUFFIX, open_safetensors
-from dcptool.formats.torch_save import LEGACY_MAGIC, open_torch_save
-from dcptool.steps import step_number
-from dcptool.storage import Entry, Location, Storage, is_url, join, locate
+from dcptool.formats.safetensors.reader import INDEX_SUFFIX, SUFFIX, open_safetensors
+from dcptool.formats.torch_save.reader import LEGACY_MAGIC, open_torch_save
+from dcptool.storage import DirEntry, Location, Storage, is_url, join, locate
 
 MAX_LISTED = 20
 MAX_PART_DEPTH = 3
@@ -240,7 +240,7 @@ def _looks_like(names: Sequence[str]) -> tuple[str, str, str]:
     return "", "", ""
 
 
-def _is_passed_over(entry: Entry) -> bool:
+def _is_passed_over(entry: DirEntry) -> bool:
     """Tell whether a folder is hidden, somebody's work in progress, or a link that only points at a step."""
     name = entry.name.rpartition("/")[2]
     hidden = name.startswith((".", "tmp_", "__pycache__")) or ".tmp" in name

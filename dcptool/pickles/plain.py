@@ -11,12 +11,12 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
-from dcptool import dtypes
+from dcptool.checkpoint import dtypes
+from dcptool.checkpoint.extents import Ints
+from dcptool.checkpoint.regions import span
 from dcptool.errors import DcptoolError, ItemError, UnsupportedError
-from dcptool.model import Ints
 from dcptool.pickles.standins import Global, Node, PersistentId, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
-from dcptool.regions import span
 
 MAX_DEPTH = 60
 MAX_VALUES = 100_000

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from dcptool import dtypes
+from dcptool.checkpoint import dtypes
+from dcptool.checkpoint.extents import Ints
+from dcptool.checkpoint.regions import span
 from dcptool.errors import ItemError
-from dcptool.model import Ints
 from dcptool.pickles.standins import Global, Node, PersistentId, qualified_name
-from dcptool.regions import span
 
 MAX_NDIM = 64
 

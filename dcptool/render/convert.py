@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dcptool.render.text import nbytes, plural, shown, table
+from dcptool.ops.convert.convert import Conversion
+from dcptool.render.text import table
 from dcptool.render.verify import finding_json, finding_lines
-from dcptool.rewrite import Conversion
+from dcptool.words import nbytes, plural, shown
 
 SCHEMA = 1
 MAX_NAMED = 5

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from dcptool.comparing.results import (
+from dcptool.checkpoint.findings import Finding
+from dcptool.ops.diff.results import (
     EXTRA_STATE,
     HYPER_PARAMETER,
     Alignment,
@@ -18,9 +19,9 @@ from dcptool.comparing.results import (
     Statistics,
     Values,
 )
-from dcptool.findings import Finding
 from dcptool.render.folding import fold
-from dcptool.render.text import nbytes, plural, shown, table
+from dcptool.render.text import table
+from dcptool.words import nbytes, plural, shown
 
 SCHEMA = 1
 MAX_ROWS = 40

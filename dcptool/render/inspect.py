@@ -6,14 +6,15 @@ import os
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dcptool.overview import Summary
+from dcptool.ops.inspect.inspect import Summary
+from dcptool.ops.inspect.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
 from dcptool.pickles import plain
 from dcptool.render.folding import Fold, fold
-from dcptool.render.text import MIN_NAME_WIDTH, column_width, nbytes, plural, shown, table, value
-from dcptool.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
+from dcptool.render.text import MIN_NAME_WIDTH, column_width, table
+from dcptool.words import nbytes, plural, shown, value
 
 if TYPE_CHECKING:
-    from dcptool.stats import StatsReport
+    from dcptool.ops.inspect.stats import StatsReport
 
 MAX_SHOWN_PROBLEMS = 10
 MAX_VALUE_CHARS = 100_000

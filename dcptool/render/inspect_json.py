@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from dcptool.overview import Summary
+from dcptool.ops.inspect.inspect import Summary
+from dcptool.ops.inspect.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
 from dcptool.pickles import plain
-from dcptool.render.text import value
-from dcptool.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
+from dcptool.words import value
 
 if TYPE_CHECKING:
-    from dcptool.stats import TensorStats
-    from dcptool.verdict import Verdict
+    from dcptool.ops.inspect.stats import TensorStats
+    from dcptool.ops.verify.verdict import Verdict
 
 SCHEMA = 1
 MAX_REPR_CHARS = 2000

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcptool.interval import Cadence, Choice, IntervalReport
-from dcptool.render.text import plural, shown, table
+from dcptool.ops.interval import Cadence, Choice, IntervalReport
+from dcptool.render.text import table
+from dcptool.words import plural, shown
 
 SCHEMA = 1
 _NAMES = {"daly": "optimum (Daly)", "young": "optimum (Young)", "cadence": "as the run saves", "given": "--interval"}

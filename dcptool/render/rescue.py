@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from dcptool.render.text import nbytes, plural, shown
-from dcptool.rescuing import Rescued
+from dcptool.ops.rescue.rescue import Rescued
+from dcptool.words import nbytes, plural, shown
 
 SCHEMA = 1
 

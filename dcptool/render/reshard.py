@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcptool.render.text import nbytes, plural, shown, table
-from dcptool.resharding import Resharded
+from dcptool.ops.reshard.reshard import Resharded
+from dcptool.render.text import table
+from dcptool.words import nbytes, plural, shown
 
 SCHEMA = 1
 MAX_ROWS = 16

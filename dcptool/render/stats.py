@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dcptool.render.text import MIN_NAME_WIDTH, plural, shown, table
-from dcptool.stats import VALUES, StatsReport, TensorStats
+from dcptool.ops.inspect.stats import VALUES, StatsReport, TensorStats
+from dcptool.render.text import MIN_NAME_WIDTH, table
+from dcptool.words import plural, shown
 
 _COUNTS = ("n_values", "n_nan", "n_inf", "n_zero")
 _WHAT = ("tensor", "dtype", "shape")

@@ -6,14 +6,15 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dcptool.checks import Level
-from dcptool.findings import Finding, Severity
-from dcptool.marker import Marker
-from dcptool.newest import Latest
-from dcptool.render.text import nbytes, plural, shown, table
-from dcptool.retention import Deleted, PrunePlan
-from dcptool.verdict import State, Verdict
-from dcptool.verification import VerifyReport
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checks.check import Level
+from dcptool.formats.marker import Marker
+from dcptool.ops.latest import Latest
+from dcptool.ops.prune import Deleted, PrunePlan
+from dcptool.ops.verify.verdict import State, Verdict
+from dcptool.ops.verify.verify import VerifyReport
+from dcptool.render.text import table
+from dcptool.words import nbytes, plural, shown
 
 SCHEMA = 1
 MAX_ALIKE = 3

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 from dcptool.errors import CheckpointNotFoundError, UnsupportedError
 from dcptool.storage.base import (
     Creator,
-    Entry,
+    DirEntry,
+    Progress,
     Sink,
     Storage,
     base_name,
+    is_inside,
     is_temporary,
     join,
     parent,
@@ -29,13 +31,15 @@ from dcptool.storage.union import UnionStorage
 
 __all__ = [
     "Creator",
-    "Entry",
+    "DirEntry",
     "FsspecStorage",
     "LocalStorage",
     "Location",
+    "Progress",
     "Sink",
     "Storage",
     "base_name",
+    "is_inside",
     "is_temporary",
     "is_url",
     "join",

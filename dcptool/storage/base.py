@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError
 
+Progress = Callable[[int], None]
+"""Told how many more bytes were read, or written."""
 
-class Entry(NamedTuple):
+
+class DirEntry(NamedTuple):
     """One name in a listing: a file with its size in bytes, or a folder (nbytes 0); either may be a symbolic link.
 
     `mtime` is when a file was last written, in seconds since the epoch; None for folders and where it is not known.
@@ -63,7 +67,7 @@ class Storage(Creator, Protocol):
     root: str
     piece_nbytes: int
 
-    def entries(self, folder: str = "") -> list[Entry]:
+    def entries(self, folder: str = "") -> list[DirEntry]:
         """List a folder, not its subfolders, sorted by name; names are relative to the root.
 
         Raises:
@@ -124,7 +128,7 @@ class Storage(Creator, Protocol):
 MAX_WALK_DEPTH = 8
 
 
-def walk(storage: Storage) -> list[Entry]:
+def walk(storage: Storage) -> list[DirEntry]:
     """List all files at and below the root; neither links to folders nor dcptool's own temporary files.
 
     A folder that vanishes meanwhile is left out.
@@ -133,7 +137,7 @@ def walk(storage: Storage) -> list[Entry]:
         CheckpointNotFoundError: there is no such folder.
         StorageError: a folder cannot be listed.
     """
-    files: list[Entry] = []
+    files: list[DirEntry] = []
     level = [""]
     for _ in range(MAX_WALK_DEPTH):
         deeper: list[str] = []
@@ -236,3 +240,9 @@ class translated:
 
 def too_short(path: str, byte_offset: int, nbytes: int, end: int) -> StorageError:
     return StorageError(f"{path} ends at byte {end}, but bytes {byte_offset}–{byte_offset + nbytes} are needed")
+
+
+def is_inside(file: str) -> bool:
+    """Tell whether a relative path stays inside the folder it is relative to, on any operating system."""
+    parts = file.replace("\\", "/").split("/")
+    return bool(file) and "\0" not in file and parts[0] != "" and ".." not in parts and not parts[0].endswith(":")

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from contextlib import suppress
 
 from dcptool.errors import CheckpointNotFoundError, StorageError
-from dcptool.storage.base import Entry, too_short, translated
+from dcptool.storage.base import DirEntry, too_short, translated
 
 _OPEN_FILES = 64
 _GATHERED_NBYTES = 256 << 10
@@ -34,7 +34,7 @@ class LocalStorage:
     def _path(self, name: str) -> str:
         return os.path.join(self.root, name) if name else self.root
 
-    def entries(self, folder: str = "") -> list[Entry]:
+    def entries(self, folder: str = "") -> list[DirEntry]:
         path = self._path(folder)
         entries = []
         with translated(path), os.scandir(path) as found:
@@ -42,10 +42,12 @@ class LocalStorage:
                 name = f"{folder}/{item.name}" if folder else item.name
                 try:
                     if item.is_dir():
-                        entries.append(Entry(name, 0, True, item.is_symlink()))
+                        entries.append(DirEntry(name, 0, True, item.is_symlink()))
                     else:
                         found_file = item.stat()
-                        entries.append(Entry(name, found_file.st_size, False, item.is_symlink(), found_file.st_mtime))
+                        entries.append(
+                            DirEntry(name, found_file.st_size, False, item.is_symlink(), found_file.st_mtime)
+                        )
                 except OSError:  # a dangling or looping link, or gone since the listing
                     continue
         return sorted(entries)

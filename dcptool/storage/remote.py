@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from dcptool.errors import CheckpointNotFoundError, StorageError
-from dcptool.storage.base import Entry, join, too_short, translated
+from dcptool.storage.base import DirEntry, join, too_short, translated
 
 _PART_NBYTES = 32 << 20
 """Bytes of one part of an upload; S3 takes 10,000 of them, so 320 GB a file."""
@@ -31,7 +31,7 @@ class FsspecStorage:
     def _url(self, name: str) -> str:
         return join(self.root, name)
 
-    def entries(self, folder: str = "") -> list[Entry]:
+    def entries(self, folder: str = "") -> list[DirEntry]:
         path = self._path(folder)
         with translated(self._url(folder)):
             self._filesystem.invalidate_cache()  # somebody else may be writing there
@@ -45,7 +45,7 @@ class FsspecStorage:
                 continue
             name = f"{folder}/{base}" if folder else base
             nbytes = 0 if is_dir else int(item["size"] or 0)
-            entries[name] = Entry(name, nbytes, is_dir, False, None if is_dir else _written_at(item))
+            entries[name] = DirEntry(name, nbytes, is_dir, False, None if is_dir else _written_at(item))
         return sorted(entries.values())
 
     def size(self, name: str) -> int | None:

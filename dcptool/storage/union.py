@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dcptool.errors import CheckpointNotFoundError, StorageError
-from dcptool.storage.base import Entry, Sink, Storage, join
+from dcptool.storage.base import DirEntry, Sink, Storage, join
 
 
 class UnionStorage:
@@ -18,8 +18,8 @@ class UnionStorage:
         self._storages = storages
         self._owners: dict[str, Storage] = {}
 
-    def entries(self, folder: str = "") -> list[Entry]:
-        found: dict[str, Entry] = {}
+    def entries(self, folder: str = "") -> list[DirEntry]:
+        found: dict[str, DirEntry] = {}
         missing: list[CheckpointNotFoundError] = []
         for storage in self._storages:
             try:
@@ -80,7 +80,7 @@ class UnionStorage:
             self._owners[name] = next(there, self._storages[0])
         return self._owners[name]
 
-    def _require_same(self, entry: Entry, first: Entry, storage: Storage) -> None:
+    def _require_same(self, entry: DirEntry, first: DirEntry, storage: Storage) -> None:
         owner = self._owners[entry.name]
         piece = self.piece_nbytes
         same = entry.nbytes == first.nbytes and all(

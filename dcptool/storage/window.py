@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from dcptool.storage.base import Entry, Sink, Storage
+from dcptool.storage.base import DirEntry, Sink, Storage
 
 _KEPT = 3
 """Reads that are kept: a piece loaded on purpose, and an item's head and tail."""
@@ -47,7 +47,7 @@ class Window:
     def size(self, name: str) -> int | None:
         return self._storage.size(name)
 
-    def entries(self, folder: str = "") -> list[Entry]:
+    def entries(self, folder: str = "") -> list[DirEntry]:
         return self._storage.entries(folder)
 
     def links(self) -> dict[str, str]:

@@ -27,14 +27,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from dcptool import dtypes
-from dcptool.checkpoint import Checkpoint, Entry, TensorEntry
+from dcptool.checkpoint import dtypes
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.entries import Entry, TensorEntry
+from dcptool.checkpoint.extents import Chunk, Extent, Ints, Payload, Record
+from dcptool.checkpoint.fill import RecordCheck, fill
+from dcptool.checkpoint.regions import is_contiguous, volume
 from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
-from dcptool.fill import RecordCheck, fill
 from dcptool.formats.dcp.items import undo_transforms
 from dcptool.formats.detect import open_checkpoint
-from dcptool.model import Chunk, Extent, Ints, Payload, Record
-from dcptool.regions import is_contiguous, volume
 from dcptool.storage import join
 from dcptool.storage.window import Window
 

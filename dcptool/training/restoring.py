@@ -14,23 +14,24 @@ from typing import Any, NamedTuple
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from dcptool.activity import UNFINISHED_KINDS
-from dcptool.checkpoint import Checkpoint
-from dcptool.comparing import compare, live
-from dcptool.comparing.results import DiffReport
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.steps import in_step_order
 from dcptool.errors import CheckpointNotFoundError, LayoutError, TrainingError
 from dcptool.formats.detect import open_checkpoint
-from dcptool.newest import find_latest
-from dcptool.runs import runs_at
-from dcptool.steps import in_step_order
+from dcptool.ops.diff import live
+from dcptool.ops.diff.diff import compare
+from dcptool.ops.diff.results import DiffReport
+from dcptool.ops.inspect.summary import world_size
+from dcptool.ops.latest import find_latest
+from dcptool.ops.verify.verdict import State, Verdict
+from dcptool.runs.activity import UNFINISHED_KINDS
+from dcptool.runs.directory import runs_at
 from dcptool.storage import locate
-from dcptool.summary import world_size
 from dcptool.training.optimizers import loading
 from dcptool.training.ranks import Ranks, sendable
 from dcptool.training.reader import Reader
 from dcptool.training.saving import NO_GRACE
 from dcptool.training.state import MODEL, OPTIM, UNSTARTED, TrainState, rank_key
-from dcptool.verdict import State, Verdict
 
 logger = logging.getLogger("dcptool.training")
 MAX_LISTED = 40

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, ItemError, OutputExistsError
 from dcptool.formats.dcp.reader import METADATA, data_file_rank, rank_metadata
-from dcptool.marker import FOREIGN, NAME, Marker
-from dcptool.marking import make_marker
-from dcptool.retention import Deleted, delete_steps, make_plan
+from dcptool.formats.marker import FOREIGN, NAME, Marker
+from dcptool.ops.mark import make_marker
+from dcptool.ops.prune import Deleted, delete_steps, make_plan
+from dcptool.ops.verify.verdict import State, VerifyOptions, judge
 from dcptool.storage import LocalStorage, Storage, is_url, join, locate, storage_at
 from dcptool.training.ranks import sendable
-from dcptool.verdict import State, VerifyOptions, judge
 
 logger = logging.getLogger("dcptool.training")
 NO_GRACE = VerifyOptions(grace=0.0)

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from dcptool.checkpoint import Entry, ObjectEntry, TensorEntry
-from dcptool.chunks import ChunkTable
-from dcptool.findings import Finding, Severity
+from dcptool.checkpoint.chunks import ChunkTable
+from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
+from dcptool.checkpoint.extents import Chunk, Extent, Ints
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.regions import Box
 from dcptool.formats.dcp.bulk import ItemRow
 from dcptool.formats.dcp.metadata import Records
-from dcptool.model import Chunk, Extent, Ints
-from dcptool.regions import Box
 
 
 class View(NamedTuple):

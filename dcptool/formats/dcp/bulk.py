@@ -18,10 +18,10 @@ from itertools import repeat
 from operator import itemgetter
 from typing import Any
 
+from dcptool.checkpoint.extents import Ints
 from dcptool.formats.dcp import tokens
 from dcptool.formats.dcp.tensor_runs import TensorRuns, is_size
 from dcptool.formats.dcp.tokens import GET, INT, NEW, SIZE, TEXT, slot, uncaptured
-from dcptool.model import Ints
 from dcptool.pickles.machine import Taken
 from dcptool.pickles.standins import Global
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from dcptool import dtypes
-from dcptool.checkpoint import Entry, ObjectEntry, TensorEntry
+from dcptool.checkpoint import dtypes
+from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
+from dcptool.checkpoint.extents import Chunk, Examined, Extent, Payload, Record
+from dcptool.checkpoint.regions import contiguous_strides, volume
 from dcptool.errors import ItemError, MetadataError, StorageError, UnsupportedError
-from dcptool.formats import torch_items
-from dcptool.formats.safetensors_header import Header, read_header
-from dcptool.formats.torch_zip import TorchZip, head_nbytes
-from dcptool.model import Chunk, Examined, Extent, Payload, Record
+from dcptool.formats.safetensors.header import Header, read_header
+from dcptool.formats.torch_save import items as torch_items
+from dcptool.formats.torch_save.zip import TorchZip, head_nbytes
 from dcptool.pickles import inert
-from dcptool.regions import contiguous_strides, volume
 from dcptool.storage import Storage
 
 MAX_VALUE_NBYTES = 32 << 20

@@ -15,17 +15,18 @@ from collections.abc import Mapping
 from operator import add, itemgetter
 from typing import Any, TypeGuard
 
-from dcptool import dtypes
+from dcptool.checkpoint import dtypes
+from dcptool.checkpoint.extents import Ints
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.regions import Box, volume
 from dcptool.errors import MetadataError
-from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.bulk import BULK_NBYTES, MIN_RECORDS, Bulk, ItemRow, ItemRun
 from dcptool.formats.dcp.tensor_runs import ChunkRun, TensorRow, is_dense
-from dcptool.formats.safetensors_header import LFS_START
-from dcptool.model import Ints
+from dcptool.formats.safetensors.header import LFS_START
 from dcptool.pickles import inert
 from dcptool.pickles.standins import Global, Node, brief, qualified_name
 from dcptool.pickles.tensors import MAX_NDIM
-from dcptool.regions import Box, volume
+from dcptool.storage import is_inside
 
 _MAX = (1 << 63) - 1
 _KNOWN = {"state_dict_metadata", "storage_data", "planner_data", "storage_meta", "version"}
@@ -321,12 +322,6 @@ def _refuse_path(records: Records, fqn: str, file: str) -> None:
 
 def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= _MAX
-
-
-def is_inside(file: str) -> bool:
-    """Tell whether a relative path stays inside the folder it is relative to, on any operating system."""
-    parts = file.replace("\\", "/").split("/")
-    return bool(file) and "\0" not in file and parts[0] != "" and ".." not in parts and not parts[0].endswith(":")
 
 
 def _add_paths(records: Records, planner_data: Any) -> None:

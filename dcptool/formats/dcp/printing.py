@@ -12,10 +12,10 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from dcptool.checkpoint.extents import Ints
+from dcptool.checkpoint.regions import Box
 from dcptool.formats.dcp.tokens import memo_entries
-from dcptool.model import Ints
 from dcptool.pickles.standins import Global, Printed, ref
-from dcptool.regions import Box
 
 _CHUNK = ref("torch.distributed.checkpoint.metadata.ChunkStorageMetadata")
 _INDEX = ref("torch.distributed.checkpoint.metadata.MetadataIndex")

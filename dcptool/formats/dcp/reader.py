@@ -10,14 +10,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from dcptool import dtypes
-from dcptool.checkpoint import Checkpoint, TensorEntry
+from dcptool.checkpoint import dtypes
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.entries import TensorEntry
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.regions import volume
 from dcptool.errors import CheckpointNotFoundError, MetadataError, StorageError
-from dcptool.findings import Finding, Severity
 from dcptool.formats.dcp.build import View, build
 from dcptool.formats.dcp.items import DcpSource
 from dcptool.formats.dcp.metadata import Records, check_pickle_start, read_records
-from dcptool.regions import volume
 from dcptool.storage import Storage, join
 
 METADATA = ".metadata"

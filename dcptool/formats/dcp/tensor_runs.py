@@ -14,12 +14,12 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from dcptool.checkpoint.extents import Ints
+from dcptool.checkpoint.regions import Box
 from dcptool.formats.dcp import tokens
 from dcptool.formats.dcp.tokens import GET, NEW, NUMBERS, TEXT, memo_entries, size_of, slot, uncaptured
-from dcptool.model import Ints
 from dcptool.pickles.machine import Taken
 from dcptool.pickles.standins import Global, Node
-from dcptool.regions import Box
 
 _HEAD = (  # properties, their class, dtype, layout, memory format; size, and torch.Size; chunks
     NEW

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from dcptool.model import Ints
+from dcptool.checkpoint.extents import Ints
 
 MAX_KEPT = 100_000
 """Different sizes that are kept by how they are written."""

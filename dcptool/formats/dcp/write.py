@@ -15,21 +15,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
-from dcptool import dtypes
-from dcptool.checkpoint import Checkpoint
+from dcptool.checkpoint import dtypes
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.extents import Ints
+from dcptool.checkpoint.regions import Box, volume
+from dcptool.checkpoint.selection import SelectedObject, SelectedTensor, Selection
+from dcptool.checkpoint.steps import step_number
+from dcptool.copying.outputs import Fill, Literal, OutputFile, Part, Verbatim
 from dcptool.errors import LayoutError
 from dcptool.formats.dcp import printing
 from dcptool.formats.dcp.printing import Place
 from dcptool.formats.dcp.reader import METADATA, collector_paused, data_file_rank
-from dcptool.formats.torch_graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
-from dcptool.formats.torch_zip_write import Member, Template, lay_out_zip, template
-from dcptool.marker import NAME, Marker
-from dcptool.model import Fill, Ints, Literal, OutputFile, Part, Verbatim
+from dcptool.formats.marker import NAME, Marker
+from dcptool.formats.torch_save.graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
+from dcptool.formats.torch_save.zip_write import Member, Template, lay_out_zip, template
 from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Node, call, new, ref
-from dcptool.regions import Box, volume
-from dcptool.selection import SelectedObject, SelectedTensor, Selection
-from dcptool.steps import step_number
 
 _RECORDS = "torch.distributed.checkpoint.metadata"
 _PLANS = "all_local_plans"

@@ -1,0 +1,124 @@
+"""Read boxes of one tensor out of its chunks: which chunks a box lies in, what each holds, and the copy.
+
+The one way from a wanted box to its bytes; who wants several chunks at once, checks or threads decides for itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from dcptool.checkpoint.entries import Entry, Source, TensorEntry, require_box
+from dcptool.checkpoint.extents import Chunk, Ints, Payload, Record
+from dcptool.checkpoint.fill import RecordCheck, Update, fill
+from dcptool.checkpoint.regions import Box, intersect
+from dcptool.errors import LayoutError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NO_PLACE = "the metadata has no place for it"
+_PIECE_NBYTES = 1 << 20
+
+
+class ChunkIndex:
+    """The chunks of a tensor by their place along the first dimension.
+
+    Raises:
+        LayoutError: the entry is no tensor.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        if not isinstance(entry, TensorEntry):
+            raise LayoutError(f"{entry.fqn!r} is no tensor")
+        self.entry = entry
+        starts, sizes = entry.chunks.column(0) if entry.shape else ([0] * len(entry.chunks), [1] * len(entry.chunks))
+        self._ordered = sorted(zip(starts, range(len(starts)), strict=True))
+        self._longest = max(sizes, default=0)
+
+    def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Yield the index of each chunk that shares elements with a box, in order, and what they share."""
+        start, size = (box[0][0], box[1][0]) if box[0] else (0, 1)
+        first = bisect_left(self._ordered, (start - self._longest + 1, -1))
+        last = bisect_right(self._ordered, (start + size - 1, 1 << 62))
+        for index in sorted(index for _, index in self._ordered[first:last]):
+            common = intersect(box, self.entry.chunks.box(index))
+            if common:
+                yield index, common
+
+
+class BoxReader:
+    """Reads boxes of one tensor, from several threads; what a chunk holds is found out once.
+
+    Args:
+        source: of the checkpoint.
+        chunks: of the tensor.
+    """
+
+    def __init__(self, source: Source, chunks: ChunkIndex) -> None:
+        self.entry, self._source, self._chunks = chunks.entry, source, chunks
+        self._payloads: dict[int, Payload] = {}
+        self._lock = threading.Lock()
+
+    def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """Yield the index of each chunk that shares elements with a box, in order, and what they share."""
+        return self._chunks.touching(box)
+
+    def payload(self, index: int) -> Payload:
+        """Return what a chunk holds, which is the box that the metadata says.
+
+        Raises:
+            LayoutError: the metadata names no place for it.
+            ItemError, StorageError, UnsupportedError: it cannot be understood, or holds something else.
+        """
+        with self._lock:
+            found = self._payloads.get(index)
+        if found is None:
+            found = payload_of(self._source, self.entry, self.entry.chunks[index])
+            with self._lock:
+                found = self._payloads.setdefault(index, found)
+        return found
+
+    def fill(self, index: int, box: Box, out: np.ndarray[Any, Any], update: Update | None = None) -> None:
+        """Copy a box that lies in a chunk into an array of its sizes; `update` and errors as of `fill.fill`."""
+        fill_box(self._source, self.payload(index), self.entry.chunks.box(index)[0], box, out, update)
+
+    def forget(self) -> None:
+        """Forget what chunks hold, to be found out again if it is needed."""
+        with self._lock:
+            self._payloads.clear()
+
+
+def payload_of(source: Source, entry: TensorEntry, chunk: Chunk) -> Payload:
+    """Find the payload of a chunk and check that it is the box the metadata says.
+
+    Raises:
+        LayoutError: the metadata names no place for it.
+        ItemError: dtype or shape stored there differ, or it cannot be understood.
+    """
+    if chunk.item is None:
+        raise LayoutError(NO_PLACE)
+    payload = source.payload(entry, chunk, chunk.item)
+    require_box(payload, entry, chunk)
+    return payload
+
+
+def fill_box(
+    source: Source, payload: Payload, offsets: Ints, box: Box, out: np.ndarray[Any, Any], update: Update | None = None
+) -> None:
+    """Copy a box of a tensor out of the payload of the chunk at `offsets`, which holds it, into an array."""
+    start = tuple(a - b for a, b in zip(box[0], offsets, strict=True))
+    fill(payload, source.read_into, start, out, update)
+
+
+def check_whole(source: Source, record: Record) -> str:
+    """Read all of a record and say what is wrong with it, "" if nothing is."""
+    check = RecordCheck(record)
+    buffer = memoryview(bytearray(min(_PIECE_NBYTES, record.nbytes)))
+    for start in range(0, record.nbytes, max(len(buffer), 1)):
+        piece = buffer[: record.nbytes - start]
+        source.read_into(record, start, piece)
+        check.update(start, piece)
+    return check.problem()

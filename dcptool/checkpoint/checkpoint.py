@@ -1,0 +1,227 @@
+"""A checkpoint of any format: a mapping from fqn to tensors, cut into chunks, and objects. Knows no format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from dcptool.checkpoint.boxes import BoxReader, ChunkIndex, payload_of
+from dcptool.checkpoint.chunks import ChunkTable, FileUse
+from dcptool.checkpoint.entries import Entry, ObjectEntry, Source, TensorEntry
+from dcptool.checkpoint.extents import Chunk, Payload, Record
+from dcptool.checkpoint.fill import numpy_empty
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.regions import Box, first_gap, index_in, volume
+from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
+from dcptool.storage import Storage, join
+from dcptool.words import did_you_mean
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint(Mapping[str, Entry]):
+    """What one checkpoint holds; opening it reads the metadata only.
+
+    Attributes:
+        root: path or URL of the folder the files are in.
+        name: what was opened inside `root`: "" for the folder, else a file's name.
+        format: "dcp", "torch_save" or "safetensors".
+        flavour: which software's variant of the format, such as "torch DCP".
+        evidence: what that is concluded from, one short phrase each.
+        entries: fqn → entry, in the order of the metadata.
+        files: name → size in bytes of every file next to the metadata, referenced or not.
+        table: the columns behind all chunks.
+        problems: what is wrong with the metadata itself; the rest of it is usable. Missing files show in `summarize`.
+        extra: what the format's records hold beyond dcptool's model, by attribute name.
+        save_id: the writer's identifier of the save, None where there is none.
+        requires_grad: fqns of tensors that were saved as trained parameters, where the format tells.
+    """
+
+    root: str
+    name: str
+    format: str
+    flavour: str
+    evidence: tuple[str, ...]
+    entries: Mapping[str, Entry]
+    files: Mapping[str, int]
+    table: ChunkTable
+    storage: Storage
+    source: Source
+    problems: tuple[Finding, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    save_id: str | None = None
+    requires_grad: frozenset[str] = frozenset()
+
+    @property
+    def path(self) -> str:
+        """Path or URL of the checkpoint as a user would type it."""
+        return join(self.root, self.name)
+
+    def __getitem__(self, fqn: str) -> Entry:
+        return self.entries[fqn]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path!r}: {self.flavour}, {len(self)} entries>"
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """The tensors alone, in order."""
+        return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, TensorEntry)}
+
+    @cached_property
+    def objects(self) -> Mapping[str, ObjectEntry]:
+        """The objects alone, in order."""
+        return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, ObjectEntry)}
+
+    @cached_property
+    def usage(self) -> Mapping[str, FileUse]:
+        """For each file the metadata names, how its items use it, in order of first use."""
+        usage = self.table.usage()
+        rest = [chunk.item for tensor in self.tensors.values() for chunk in tensor.replicas]
+        for item in [*rest, *(entry.item for entry in self.objects.values())]:
+            if item:
+                use = usage.get(item.file, FileUse(0, 0, 0))
+                end = max(use.end, item.byte_offset + item.nbytes)
+                usage[item.file] = FileUse(use.items + 1, use.nbytes + item.nbytes, end)
+        return usage
+
+    def read(
+        self, fqn: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> np.ndarray[Any, Any]:
+        """Read a tensor, or a box of it, into a new numpy array.
+
+        Reads the wanted bytes only, from as many chunks as they lie in. The CRC32 of every record that is read
+        whole is checked.
+
+        Args:
+            fqn: name of a tensor.
+            offsets: first element per dimension; default: the tensor's beginning.
+            sizes: elements per dimension; default: up to the tensor's end.
+
+        Returns:
+            A C-contiguous array of that box. bfloat16 and float8 types are ml_dtypes' types of that name,
+            complex32 a structure of two float16 (`real`, `imag`), float4_e2m1fn_x2 uint8 with two values a byte.
+
+        Raises:
+            LayoutError: no such tensor, a box outside it, or a part of the box that no chunk holds.
+            ItemError: a stored chunk is damaged or is not what the metadata says.
+            StorageError: a file is missing, unreadable or too short.
+            UnsupportedError: a dtype without array form, or a stream transform whose codec is not installed.
+        """
+        entry = self._tensor(fqn)
+        region = self._region(entry, offsets, sizes)
+        reader = BoxReader(self.source, ChunkIndex(entry))
+        parts = list(reader.touching(region))
+        if sum(volume(common[1]) for _, common in parts) < volume(region[1]) or len(parts) > 1:
+            gap = first_gap(region, [common for _, common in parts])
+            if gap:
+                raise LayoutError(
+                    f"{self.path}: {fqn!r}: no chunk holds the {list(gap[1])} elements at {list(gap[0])}; "
+                    "what the checkpoint does not hold cannot be read"
+                )
+        out = self._named(entry, None, numpy_empty, region[1], entry.dtype)
+        for index, common in parts:
+            self._named(entry, entry.chunks[index], reader.fill, index, common, out[index_in(region, common)])
+        result: np.ndarray[Any, Any] = out
+        return result
+
+    def read_torch(
+        self, fqn: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Read a tensor, or a box of it, into a new CPU torch.Tensor of its own dtype; arguments and errors as `read`.
+
+        Raises:
+            UnsupportedError: torch is not installed, or has no such dtype.
+        """
+        import numpy as np
+
+        try:
+            import torch
+        except ImportError:
+            raise UnsupportedError("read_torch needs torch: pip install 'dcptool[torch]'") from None
+        name = self._tensor(fqn).dtype
+        dtype = getattr(torch, name, None)
+        if dtype is None:
+            raise UnsupportedError(f"{self.path}: {fqn!r}: torch {torch.__version__} has no dtype {name}; use read()")
+        array = self.read(fqn, offsets, sizes)
+        if array.size == 0:
+            return torch.empty(array.shape, dtype=dtype)
+        return torch.from_numpy(array.reshape(-1).view(np.uint8)).view(dtype).reshape(array.shape)
+
+    def value(self, fqn: str) -> Any:
+        """Decode an object without executing its pickle; see `pickles.plain` for what comes back.
+
+        Raises:
+            LayoutError: no such object.
+            ItemError, StorageError, MetadataError: it cannot be read.
+        """
+        entry = self.entries.get(fqn)
+        if isinstance(entry, TensorEntry):
+            raise LayoutError(f"{self.path}: {fqn!r} is a tensor, not an object; use read()")
+        if entry is None:
+            raise LayoutError(f"{self.path} has no object {fqn!r}{did_you_mean(fqn, self.entries)}")
+        return self._named(entry, None, self.source.value, entry)
+
+    def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
+        """Return an object's unpickled form, inert, and the records of the storages in it.
+
+        Raises:
+            ItemError, StorageError, MetadataError, UnsupportedError: it cannot be read.
+        """
+        found: tuple[Any, dict[str, Record]] = self._named(entry, None, self.source.graph, entry)
+        return found
+
+    def payload(self, entry: TensorEntry, chunk: Chunk) -> Payload:
+        """Find the payload of one chunk and check that it is the box the metadata says.
+
+        Raises:
+            LayoutError: the metadata names no place for it.
+            ItemError: dtype or shape stored there differ, or it cannot be understood.
+        """
+        payload: Payload = self._named(entry, chunk, payload_of, self.source, entry, chunk)
+        return payload
+
+    def _tensor(self, fqn: str) -> TensorEntry:
+        entry = self.entries.get(fqn)
+        if isinstance(entry, TensorEntry):
+            return entry
+        if entry is not None:
+            raise LayoutError(f"{self.path}: {fqn!r} is an object, not a tensor; use value()")
+        raise LayoutError(f"{self.path} has no tensor {fqn!r}{did_you_mean(fqn, self.entries)}")
+
+    def _region(self, entry: TensorEntry, offsets: Sequence[int] | None, sizes: Sequence[int] | None) -> Box:
+        shape = entry.shape
+        start = tuple(offsets) if offsets is not None else (0,) * len(shape)
+        if len(start) != len(shape):
+            raise LayoutError(f"{entry.fqn!r} has {len(shape)} dimensions, offsets {list(start)} have {len(start)}")
+        size = tuple(sizes) if sizes is not None else tuple(n - a for n, a in zip(shape, start, strict=True))
+        if len(size) != len(shape):
+            raise LayoutError(f"{entry.fqn!r} has {len(shape)} dimensions, sizes {list(size)} have {len(size)}")
+        if any(a < 0 or b < 0 or a + b > n for a, b, n in zip(start, size, shape, strict=True)):
+            raise LayoutError(
+                f"{entry.fqn!r} has shape {list(shape)}; offsets {list(start)}, sizes {list(size)} leave it"
+            )
+        return start, size
+
+    def _named(self, entry: Entry, chunk: Chunk | None, function: Any, *args: Any) -> Any:
+        """Call, adding the file, the fqn and the chunk to what an error says."""
+        try:
+            return function(*args)
+        except DcptoolError as error:
+            item = chunk.item if chunk else getattr(entry, "item", None)
+            place = join(self.root, item.file) if item else self.path
+            where = f", bytes {item.byte_offset}–{item.byte_offset + item.nbytes}" if item else ""
+            at = f" chunk at {list(chunk.offsets)}" if chunk and chunk.offsets else ""
+            what = str(error).removeprefix(f"{place}: ")
+            raise type(error)(f"{place}{where}: {entry.fqn!r}{at}: {what}") from error

@@ -1,0 +1,193 @@
+"""Look at one checkpoint and return everything that is wrong with it, as findings.
+
+Three levels, each with all of the one before: `METADATA` reads the metadata, lists the folder and looks at a few bytes
+of a file; `RECORDS` reads the headers of every item; `DEEP` reads every byte and checks every checksum.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from typing import NamedTuple
+
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.cover import Cover, cover
+from dcptool.checkpoint.entries import TensorEntry
+from dcptool.checkpoint.findings import Finding, Severity, worst_first
+from dcptool.checkpoint.items import FileItems
+from dcptool.checkpoint.regions import volume
+from dcptool.checks.copies import overlap_verdict, replica_problems
+from dcptool.checks.extents import edge_problems, extent_problems, short_items
+from dcptool.checks.families import family_problems
+from dcptool.checks.files import file_problems, mixed_times
+from dcptool.checks.items import UNSUPPORTED, Tally, item_problems
+from dcptool.checks.paths import path_problems
+from dcptool.errors import LayoutError
+from dcptool.formats.safetensors.reader import SHARDS_FLAVOUR
+from dcptool.storage import Progress
+
+INCOMPLETE_KINDS = frozenset(
+    {"no-metadata", "missing-file", "short-file", "rank-metadata-missing", "missing-part", "lfs-pointer", "empty"}
+)
+"""Kinds of errors that say something is not there, rather than wrong."""
+
+
+class Level(IntEnum):
+    """How closely a checkpoint is looked at; each level includes the ones before."""
+
+    METADATA = 0
+    RECORDS = 1
+    DEEP = 2
+
+
+class CheckReport(NamedTuple):
+    """What a check found.
+
+    Attributes:
+        findings: all of them, errors first.
+        level: how closely was looked.
+        tally: items and bytes looked at; zeros at level METADATA.
+    """
+
+    findings: tuple[Finding, ...]
+    level: Level
+    tally: Tally
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is missing or wrong as far as was looked."""
+        return not any(finding.severity is Severity.ERROR for finding in self.findings)
+
+
+def check(
+    checkpoint: Checkpoint,
+    level: Level = Level.METADATA,
+    *,
+    written: Mapping[str, float] | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> CheckReport:
+    """Check one open checkpoint.
+
+    Args:
+        checkpoint: see `dcptool.open`.
+        level: how closely to look.
+        written: file name → when it was last written, seconds since the epoch, to see files of two saves.
+        threads: how many read at the same time; default: the number of processors.
+        progress: told the number of bytes as they are read.
+
+    Returns:
+        All findings. An undamaged checkpoint has no errors; what no level can prove is said as notes.
+
+    Raises:
+        StorageError: the storage itself fails (a damaged file is a finding).
+    """
+    by_file = FileItems(checkpoint)
+    problems = [
+        *checkpoint.problems,
+        *file_problems(checkpoint, by_file),
+        *extent_problems(checkpoint, by_file),
+        *short_items(checkpoint),
+        *cover_problems(checkpoint, deep=level >= Level.DEEP),
+        *path_problems(checkpoint),
+        *family_problems(checkpoint),
+        *_unprovable(checkpoint),
+    ]
+    if checkpoint.format == "safetensors" and any(problem.kind == "missing-file" for problem in problems):
+        problems = [problem for problem in problems if problem.kind != "hole"]  # what the missing files held
+    if level is Level.METADATA:
+        problems += edge_problems(checkpoint, by_file, {p.file for p in problems if p.severity is Severity.ERROR})
+    if written is not None and checkpoint.format == "dcp":
+        problems += mixed_times(checkpoint, written, [name for name in checkpoint.files if name.endswith(".metadata")])
+    tally = Tally()
+    if level >= Level.RECORDS:
+        found, tally = item_problems(checkpoint, by_file, level >= Level.DEEP, threads or os.cpu_count() or 1, progress)
+        problems += found
+    if level >= Level.DEEP:
+        problems += replica_problems(checkpoint)
+        problems += _unverifiable(checkpoint, tally)
+    return CheckReport(tuple(worst_first(problems)), level, tally)
+
+
+def cover_problems(checkpoint: Checkpoint, known_exact: Iterable[str] = (), deep: bool = False) -> list[Finding]:
+    """Return the tensors whose chunks leave holes or overlap.
+
+    Args:
+        checkpoint: an open checkpoint.
+        known_exact: fqns of tensors that are known to be covered exactly.
+        deep: whether the values of overlapping chunks are compared.
+    """
+    exact = frozenset(known_exact)
+    problems = []
+    for fqn, entry in checkpoint.tensors.items():
+        if fqn in exact:
+            continue
+        try:
+            found = cover(entry.shape, entry.chunks)
+        except LayoutError as error:
+            problems.append(Finding("cover-unknown", Severity.WARNING, f"{fqn!r}: {error}", None, fqn))
+            continue
+        if found.n_missing:
+            problems.append(_hole(entry, found))
+        if found.n_overlapping:
+            problems.append(_overlap(checkpoint, entry, found, deep))
+    return problems
+
+
+def _hole(entry: TensorEntry, found: Cover) -> Finding:
+    offsets, sizes = found.gaps[0]
+    n_elements = volume(entry.shape)
+    message = f"{entry.fqn!r}: no chunk holds {found.n_missing:,} of its {n_elements:,} elements"
+    message += f" ({found.n_missing / n_elements:.0%}), the first at {list(offsets)} sizes {list(sizes)}"
+    step = "torch fills such holes with whatever is in memory; resume from another step."
+    return Finding("hole", Severity.ERROR, message, None, entry.fqn, offsets, sizes, next_step=step)
+
+
+def _overlap(checkpoint: Checkpoint, entry: TensorEntry, found: Cover, deep: bool) -> Finding:
+    first = found.overlaps[0]
+    boxes = [list(entry.chunks.box(index)[0]) for index in (first.first, first.second)]
+    message = (
+        f"{entry.fqn!r}: chunks overlap in {found.n_overlapping:,} elements, the first at {boxes[0]} and {boxes[1]}"
+    )
+    verdict = overlap_verdict(checkpoint, entry, found.overlaps) if deep else "unknown"
+    words = {"equal": "they hold the same values there", "different": "they hold different values there"}
+    message += f"; {words.get(verdict, 'which of them counts is not defined')}"
+    severity = Severity.WARNING if verdict == "equal" else Severity.ERROR
+    return Finding("overlap", severity, message, None, entry.fqn, first.offsets, first.sizes)
+
+
+def _unprovable(checkpoint: Checkpoint) -> list[Finding]:
+    """Say what an opened checkpoint leaves open at every level."""
+    if not len(checkpoint):
+        message = "nothing was saved: it holds no tensor and no object"
+        return [Finding("nothing-saved", Severity.WARNING, message, next_step="Was the state dict empty?")]
+    if checkpoint.flavour == SHARDS_FLAVOUR:
+        message = "whether files of further shards are missing cannot be told: the format does not record whole shapes"
+        step = "dcptool mark, run when they are all there, makes a loss visible."
+        return [Finding("last-shards-unknown", Severity.NOTE, message, next_step=step)]
+    return []
+
+
+def _unverifiable(checkpoint: Checkpoint, tally: Tally) -> list[Finding]:
+    if not tally.n_unverifiable:
+        return []
+    share = "all" if tally.n_unverifiable == tally.n_items else f"{tally.n_unverifiable:,} of {tally.n_items:,}"
+    items = "item" if tally.n_items == 1 else "items"
+    message = f"{share} {items} ({tally.unverifiable_nbytes:,} bytes) are stored without checksums: not verifiable"
+    step = "What is there was read; whether it is what was saved only a marker with checksums can tell."
+    return [Finding("not-verifiable", Severity.NOTE, message, next_step=step)]
+
+
+def state_of(problems: Iterable[Finding]) -> str:
+    """Return "complete", "incomplete" (something is not there), "damaged" (anything else wrong), or "other".
+
+    That is: nothing is known to be wrong, but items could not be looked into.
+    """
+    kinds = {problem.kind for problem in problems if problem.severity is Severity.ERROR}
+    if not kinds:
+        return "complete"
+    kinds -= {UNSUPPORTED}
+    if not kinds:
+        return "other"
+    return "incomplete" if kinds <= INCOMPLETE_KINDS else "damaged"

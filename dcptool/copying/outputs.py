@@ -1,0 +1,76 @@
+"""What an output file is made of, as values: laid out by the writers of formats, written by the engine.
+
+Plain data; reads and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from dcptool.checkpoint.extents import Ints, Record
+
+
+class Literal(NamedTuple):
+    """Bytes of an output file that are known in advance."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return len(self.data)
+
+
+class Fill(NamedTuple):
+    """A box of a source tensor, written row-major and little-endian.
+
+    Attributes:
+        fqn: of the source tensor.
+        offsets, sizes: the box, in elements of the whole tensor.
+        dtype: of the output; values are cast where it differs from the source's.
+        nbytes: length in the output, in bytes.
+    """
+
+    fqn: str
+    offsets: Ints
+    sizes: Ints
+    dtype: str
+    nbytes: int
+
+
+class Verbatim(NamedTuple):
+    """Bytes of one record of a source file, as they are."""
+
+    record: Record
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.record.nbytes
+
+
+class Closing(NamedTuple):
+    """Bytes that depend on what was written before them: a zip's descriptors and its directory.
+
+    Attributes:
+        nbytes: their length, known in advance.
+        make: gives them from the CRC32 of every Fill and Verbatim of the file so far, in order.
+    """
+
+    nbytes: int
+    make: Callable[[Sequence[int]], bytes]
+
+
+Part = Literal | Fill | Verbatim | Closing
+
+
+class OutputFile(NamedTuple):
+    """A file to be written front to back: its name, its exact length in bytes, and what it is made of.
+
+    The parts may be made as they are asked for, each time anew.
+    """
+
+    name: str
+    nbytes: int
+    parts: Iterable[Part]

@@ -1,0 +1,251 @@
+"""safetensors: one file, an index, a folder, and the sharded sets that DCP's HuggingFace writer leaves.
+
+Source: the Hugging Face index layout (`weight_map`); torch 2.13, distributed/checkpoint/hf_storage.py, for files
+named `shard-RRRRR-model-….safetensors` whose tensors are parts of larger ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.chunks import ChunkTable
+from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
+from dcptool.checkpoint.extents import Chunk, Examined, Extent, Ints, Payload, Record
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.regions import Box, contiguous_strides, volume
+from dcptool.errors import CheckpointNotFoundError, MetadataError, UnsupportedError
+from dcptool.formats.safetensors.header import Header, read_header
+from dcptool.storage import Storage, is_inside, join
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+SHARDS_FLAVOUR = "safetensors, HuggingFace DCP shards"
+MAX_INDEX_NBYTES = 1 << 30
+_SHARD = re.compile(r"shard-(\d{5})-")
+_OF_SEVERAL = re.compile(r"(?:shard-\d{5}-)?(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_MAX_NAMED = 20
+
+
+class SafetensorsSource:
+    """Reads tensors at the places their headers gave."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
+        record = Record(item, 0, item.nbytes, entry.fqn, None)
+        return Payload(record, entry.dtype, chunk.sizes, contiguous_strides(chunk.sizes))
+
+    def examine(self, entry: Entry, chunk: Chunk | None, item: Extent) -> Examined:
+        if chunk is None or not isinstance(entry, TensorEntry):
+            raise UnsupportedError("safetensors holds no objects")
+        payload = self.payload(entry, chunk, item)
+        return Examined(payload, (payload.record,))
+
+    def edge_problem(self, item: Extent) -> str:
+        return ""  # all headers were read when it was opened
+
+    def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
+        raise UnsupportedError("safetensors holds no objects")
+
+    def over(self, storage: Storage) -> SafetensorsSource:
+        return SafetensorsSource(storage)
+
+    def value(self, entry: ObjectEntry) -> Any:
+        raise UnsupportedError("safetensors holds no objects")
+
+    def read_into(self, record: Record, byte_offset: int, out: memoryview) -> None:
+        self._storage.read_into(record.item.file, record.item.byte_offset + byte_offset, out)
+
+
+def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "") -> Checkpoint:
+    """Open one safetensors file, an index, or all safetensors files of a folder.
+
+    Args:
+        storage: the folder.
+        files: name → size in bytes of what is in it.
+        name: the file or index to open; "" for the folder, of which the index counts if there is one.
+
+    Raises:
+        MetadataError: a header or the index cannot be read.
+    """
+    index = name if name.endswith(INDEX_SUFFIX) else ""
+    if not name:
+        indexes = sorted(file for file in files if file.endswith(INDEX_SUFFIX))
+        if len(indexes) > 1:
+            paths = ", ".join(join(storage.root, file) for file in indexes)
+            raise CheckpointNotFoundError(f"{storage.root} holds {len(indexes)} safetensors indexes; name one: {paths}")
+        index = indexes[0] if indexes else ""
+    weight_map = _weight_map(storage, index, files.get(index, 0)) if index else None
+    if weight_map is not None:
+        wanted = list(dict.fromkeys(weight_map.values()))
+    else:
+        wanted = [name] if name else sorted(file for file in files if file.endswith(SUFFIX))
+    headers, problems = _headers(storage, files, wanted, index)
+    parts = _parts(headers)
+    if weight_map is not None:
+        problems += _index_problems(index, weight_map, parts, headers)
+    if not name:
+        problems += _missing_of_set(headers)
+    problems += _missing_shards(headers)
+    sharded = any(header.saved_offsets for header in headers.values())
+    own = {file: nbytes for file, nbytes in files.items() if file in headers or file == index}
+    table = ChunkTable()
+    entries: dict[str, Entry] = {}
+    for fqn, chunks in parts.items():
+        entries[fqn] = _entry(fqn, chunks, table, problems)
+    flavour, evidence = "safetensors", [f"{len(headers)} file{'s' * (len(headers) != 1)} with safetensors headers"]
+    if sharded:
+        flavour = SHARDS_FLAVOUR
+        evidence.append("DCP_SHARDING_INFO in the headers: HuggingFaceStorageWriter")
+    if index:
+        evidence.append(index)
+    return Checkpoint(
+        storage.root, name, "safetensors", flavour, tuple(evidence), entries, own, table, storage,
+        SafetensorsSource(storage), tuple(problems),
+        {"metadata": {file: header.metadata for file, header in headers.items()}},
+    )  # fmt: skip
+
+
+def _headers(
+    storage: Storage, files: Mapping[str, int], wanted: Sequence[str], index: str
+) -> tuple[dict[str, Header], list[Finding]]:
+    """Read the headers of several files; of one that is missing or damaged among others, say so."""
+    headers: dict[str, Header] = {}
+    problems: list[Finding] = []
+    for file in wanted:
+        nbytes = files.get(file)
+        if nbytes is None and "/" in file:
+            nbytes = storage.size(file)
+        if nbytes is None:
+            message = f"{index} names {file}, which is not there"
+            problems.append(Finding("missing-file", Severity.ERROR, message, file, next_step="Copy it here again."))
+            continue
+        try:
+            headers[file] = _header(storage, file, nbytes)
+        except MetadataError as error:
+            if len(wanted) == 1:
+                raise
+            step = "Copy it here again."
+            problems.append(Finding("bad-file", Severity.ERROR, str(error), file, next_step=step))
+    return headers, problems
+
+
+def _missing_shards(headers: Mapping[str, Header]) -> list[Finding]:
+    """Name the ranks between the first and the last whose files are missing; that the last are, nothing tells."""
+    ranks = {int(match[1]) for file in headers if (match := _SHARD.match(file))}
+    if not ranks or len(ranks) == max(ranks):
+        return []
+    missing = [rank for rank in range(1, max(ranks)) if rank not in ranks]
+    named = ", ".join(map(str, missing[:_MAX_NAMED])) + (", …" if len(missing) > _MAX_NAMED else "")
+    message = f"the files of shard{'s' * (len(missing) > 1)} {named} of at least {max(ranks):,} are missing"
+    return [Finding("missing-file", Severity.ERROR, message, next_step="Gather the files of all ranks.")]
+
+
+def _missing_of_set(headers: Mapping[str, Header]) -> list[Finding]:
+    """Name the files that a set lacks: `model-00001-of-00003.safetensors` says that there are three.
+
+    Of DCP's shards not every rank has a part of each file, but each file has a part from some rank.
+    """
+    sets: dict[tuple[str, int], set[int]] = {}
+    for file in headers:
+        match = _OF_SEVERAL.fullmatch(file)
+        if match:
+            sets.setdefault((match["stem"], int(match["count"])), set()).add(int(match["number"]))
+    problems = []
+    for (stem, count), there in sets.items():
+        missing = [
+            f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1) if number not in there
+        ]
+        if missing:
+            named = ", ".join(missing[:3]) + (f" and {len(missing) - 3:,} more" if len(missing) > 3 else "")
+            message = f"{len(missing):,} of {count:,} files are missing: {named}"
+            step = "Copy them here again."
+            problems.append(Finding("missing-file", Severity.ERROR, message, missing[0], next_step=step))
+    return problems
+
+
+def _header(storage: Storage, file: str, nbytes: int) -> Header:
+    try:
+        return read_header(lambda at, n: storage.read(file, at, n), nbytes)
+    except MetadataError as error:
+        raise MetadataError(f"{join(storage.root, file)}: {error}") from error
+
+
+def _weight_map(storage: Storage, index: str, nbytes: int) -> dict[str, str]:
+    path = join(storage.root, index)
+    if nbytes > MAX_INDEX_NBYTES:
+        raise MetadataError(f"{path} has {nbytes:,} bytes, more than any index needs")
+    try:
+        weight_map = json.loads(storage.read(index, 0, nbytes))["weight_map"]
+        named = {str(fqn): str(file) for fqn, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MetadataError(f"{path} is not an index with a weight_map: {type(error).__name__}: {error}") from None
+    for fqn, file in named.items():
+        if not is_inside(file):
+            raise MetadataError(f"{path} places {fqn!r} in {file!r}, outside the folder; refused")
+    return named
+
+
+_Part = tuple[Box, str, Extent, bool]  # box in the whole tensor, dtype, where it is, whether the file says it is a part
+
+
+def _parts(headers: Mapping[str, Header]) -> dict[str, list[_Part]]:
+    """Gather the stored parts of every tensor, in file order."""
+    parts: dict[str, list[_Part]] = {}
+    for file, header in headers.items():
+        for fqn, found in header.tensors.items():
+            offsets = header.saved_offsets.get(fqn, (0,) * len(found.shape))
+            item = Extent(file, header.data_offset + found.byte_offset, found.nbytes)
+            sharded = fqn in header.saved_offsets
+            parts.setdefault(fqn, []).append(((offsets, found.shape), found.dtype, item, sharded))
+    return parts
+
+
+def _entry(fqn: str, parts: list[_Part], table: ChunkTable, problems: list[Finding]) -> TensorEntry:
+    (first_offsets, _), dtype, _, _ = parts[0]
+    ndim = len(first_offsets)
+    shape: Ints = (0,) * ndim
+    mark = table.mark()
+    placed: set[Box] = set()
+    replicas = []
+    for box, part_dtype, item, sharded in parts:
+        if len(box[0]) != ndim or part_dtype != dtype:
+            message = (
+                f"{fqn!r} is {part_dtype} with {len(box[0])} dimensions in {item.file}, other files differ; left out"
+            )
+            problems.append(Finding("parts-disagree", Severity.ERROR, message, item.file, fqn))
+        elif placed and not sharded:
+            message = f"{fqn!r} is in {parts[0][2].file} and in {item.file}, which are no shards; the first is shown"
+            problems.append(Finding("duplicate-name", Severity.ERROR, message, item.file, fqn))
+        elif box in placed:
+            replicas.append(Chunk(*box, item))
+        elif volume(tuple(a + b for a, b in zip(*box, strict=True))) >= 1 << 59:
+            message = f"{fqn!r} is said to begin at {list(box[0])} in {item.file}, beyond any tensor; left out"
+            problems.append(Finding("bad-chunk", Severity.ERROR, message, item.file, fqn))
+        else:
+            placed.add(box)
+            table.add(*box, item)
+            # The format does not record the whole shape: it is where the farthest part ends.
+            shape = tuple(max(n, a + b) for n, a, b in zip(shape, *box, strict=True))
+    return TensorEntry(fqn, dtype, shape, None, table.chunks_since(mark, ndim), tuple(replicas))
+
+
+def _index_problems(
+    index: str, weight_map: Mapping[str, str], parts: Mapping[str, list[_Part]], headers: Mapping[str, Header]
+) -> list[Finding]:
+    problems = []
+    for fqn, file in weight_map.items():
+        if file in headers and not any(item.file == file for _, _, item, _ in parts.get(fqn, ())):
+            message = f"{index} says {fqn!r} is in {file}, but it is not"
+            step = "The set is damaged or mixed from two saves; copy or export it again."
+            problems.append(Finding("missing-tensor", Severity.ERROR, message, file, fqn, next_step=step))
+    for fqn in parts:
+        if fqn not in weight_map:
+            message = f"{fqn!r} is in {parts[fqn][0][2].file} but not in {index}"
+            problems.append(Finding("unlisted-tensor", Severity.WARNING, message, parts[fqn][0][2].file, fqn))
+    return problems

@@ -1,0 +1,10 @@
+"""`.pt` files of torch.save, and the zip they are, which items of a DCP directory are too.
+
+zip        the zip that torch.save writes
+zip_scan   such zips that lie back to back, with nothing to tell where one ends
+items      tensors and objects inside such a zip
+graphs     tensors and objects as torch pickles them, to be written
+reader     a file into a `Checkpoint`
+zip_write  such a zip laid out
+write      a file laid out
+"""

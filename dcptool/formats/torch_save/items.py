@@ -1,0 +1,106 @@
+"""Tensors and objects inside a zip that torch.save wrote, found without executing its pickle."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from dcptool.checkpoint import dtypes
+from dcptool.checkpoint.extents import Examined, Extent, Payload, Record
+from dcptool.checkpoint.regions import span
+from dcptool.errors import ItemError
+from dcptool.formats.torch_save.zip import TorchZip
+from dcptool.pickles import inert, plain
+from dcptool.pickles.standins import qualified_name
+from dcptool.pickles.tensors import TensorView, tensor_view
+
+MAX_KEPT_NBYTES = 4096
+MAX_CHECKED_NBYTES = 1 << 20
+"""A storage in an object up to this length is read whole to be shown, so that its CRC32 can be checked."""
+_KEPT_STORAGES = 8
+
+
+def payload_of(view: TensorView, archive: TorchZip, item: Extent) -> Payload:
+    """Return the payload behind a tensor view: the zip member of its storage.
+
+    Args:
+        view: what the pickle says.
+        archive: the zip, which is `item` after its transforms are undone.
+        item: where the zip is stored.
+
+    Raises:
+        ItemError: the member is missing or its length is not what the pickle says.
+        UnsupportedError: it was written on a big-endian machine.
+    """
+    archive.require_little_endian()
+    member = archive.member(f"data/{view.storage}")
+    # torch counts a storage in elements of the tensor's dtype and drops a remainder that is no whole element.
+    if not 0 <= member.nbytes - view.storage_nbytes < dtypes.lookup(view.dtype).itemsize:
+        raise ItemError(f"record {member.name!r} has {member.nbytes} bytes, its pickle says {view.storage_nbytes}")
+    record = Record(item, archive.data_offset(member), member.nbytes, member.name, member.crc32)
+    return Payload(record, view.dtype, view.shape, view.strides, view.storage_offset, view.conj, view.neg)
+
+
+def tensor_payload(archive: TorchZip, item: Extent) -> Payload:
+    """Return the payload of a zip that holds one tensor and nothing else, as DCP's items do.
+
+    Raises:
+        ItemError: it holds something else, or is damaged.
+    """
+    return payload_of(_view(archive.content("data.pkl")), archive, item)
+
+
+def examine(archive: TorchZip, item: Extent, is_tensor: bool) -> Examined:
+    """Read all headers of a zip that holds one tensor, or one object, and check that they agree.
+
+    Raises:
+        ItemError: they do not, or it holds something else.
+    """
+    pickled = archive.content("data.pkl")
+    if is_tensor:
+        return Examined(payload_of(_view(pickled), archive, item), archive.records(item))
+    inert.load(pickled)
+    return Examined(None, archive.records(item))
+
+
+def _view(pickled: bytes) -> TensorView:
+    """Return the tensor that is all of an item's pickle."""
+    return _small_view(pickled) if len(pickled) <= MAX_KEPT_NBYTES else _read_view(pickled)
+
+
+def _read_view(pickled: bytes) -> TensorView:
+    root = inert.load(pickled)
+    view = tensor_view(root)
+    if view is None:
+        raise ItemError(f"the metadata says tensor, stored is an object of class {qualified_name(root)}")
+    return view
+
+
+_small_view = functools.lru_cache(4096)(_read_view)
+"""Chunks of one dtype and shape have one pickle, byte for byte; a checkpoint has few different ones."""
+
+
+def storages(archive: TorchZip, item: Extent) -> dict[str, Record]:
+    """Return the records of a zip's storages, by key."""
+    archive.require_little_endian()
+    return {
+        record.name.removeprefix("data/"): record for record in archive.records(item) if record.name.startswith("data/")
+    }
+
+
+def decoded(root: Any, archive: TorchZip) -> Any:
+    """Return an object of a zip's pickle in readable form, with the values of small tensors in it."""
+
+    @functools.lru_cache(_KEPT_STORAGES)
+    def checked(name: str) -> bytes:
+        return archive.content(name, MAX_CHECKED_NBYTES)
+
+    def read_view(view: TensorView) -> bytes:
+        record = payload_of(view, archive, Extent("", 0, archive.nbytes)).record
+        itemsize = dtypes.lookup(view.dtype).itemsize
+        start, nbytes = view.storage_offset * itemsize, span(view.shape, view.strides) * itemsize
+        if record.nbytes <= MAX_CHECKED_NBYTES:
+            return checked(record.name)[start : start + nbytes]
+        return archive.read(record.byte_offset + start, nbytes)
+
+    return plain.decode(root, read_view)

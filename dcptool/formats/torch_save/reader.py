@@ -1,0 +1,280 @@
+"""`.pt` files of torch.save: one zip, one pickle, any nesting, flattened as torch.distributed.checkpoint does.
+
+Source: torch 2.13, distributed/checkpoint/_traverse.py for what is flattened; serialization.py for the file.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Container, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from dcptool.checkpoint import dtypes
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.chunks import ChunkTable
+from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
+from dcptool.checkpoint.extents import Chunk, Examined, Extent, Payload, Record
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.regions import is_contiguous, volume
+from dcptool.errors import DcptoolError, ItemError, MetadataError, UnsupportedError
+from dcptool.formats.torch_save import items as torch_items
+from dcptool.formats.torch_save.zip import TorchZip
+from dcptool.pickles import inert, plain
+from dcptool.pickles.emit import emit
+from dcptool.pickles.standins import Global, Node, qualified_name
+from dcptool.pickles.tensors import TensorView, tensor_view
+from dcptool.storage import Storage, join
+
+MAX_DEPTH = 60
+LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+
+MAX_KEY_CHARS = 10_000
+ROOT_NAME = "."
+"""Name of the entry when the file holds one value that is no dict."""
+
+Path = tuple[str | int, ...]
+
+
+class TorchSaveSource:
+    """Finds and reads the tensors of one `.pt` file."""
+
+    def __init__(self, storage: Storage, item: Extent, archive: TorchZip) -> None:
+        self._storage, self._item, self._archive = storage, item, archive
+        self.views: dict[str, TensorView] = {}
+        self.values: dict[str, Any] = {}
+
+    def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
+        return torch_items.payload_of(self.views[entry.fqn], self._archive, item)
+
+    def examine(self, entry: Entry, chunk: Chunk | None, item: Extent) -> Examined:
+        is_tensor = chunk is not None and entry.fqn in self.views
+        payload = torch_items.payload_of(self.views[entry.fqn], self._archive, item) if is_tensor else None
+        return Examined(payload, self._records)
+
+    def edge_problem(self, item: Extent) -> str:
+        return ""  # all headers were read when it was opened
+
+    def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
+        return inert.load(emit(self.values[entry.fqn], 4)), self._storages  # a copy: who asks for it may change it
+
+    @cached_property
+    def _storages(self) -> dict[str, Record]:
+        return torch_items.storages(self._archive, self._item)
+
+    def over(self, storage: Storage) -> TorchSaveSource:
+        other = copy.copy(self)
+        other._storage = storage
+        return other
+
+    @cached_property
+    def _records(self) -> tuple[Record, ...]:
+        return self._archive.records(self._item)
+
+    def value(self, entry: ObjectEntry) -> Any:
+        return torch_items.decoded(self.values[entry.fqn], self._archive)
+
+    def read_into(self, record: Record, byte_offset: int, out: memoryview) -> None:
+        self._storage.read_into(record.item.file, record.byte_offset + byte_offset, out)
+
+
+def open_torch_save(storage: Storage, name: str, nbytes: int) -> Checkpoint:
+    """Open a `.pt` file by reading its zip directory and its pickle.
+
+    Raises:
+        UnsupportedError: it is of the format before torch 1.6, which is no zip.
+        MetadataError: its zip or pickle is damaged, or it is a TorchScript archive.
+    """
+    path = join(storage.root, name)
+    item = Extent(name, 0, nbytes)
+    try:
+        archive = TorchZip(lambda at, n: storage.read(name, at, n), nbytes)
+        if "constants.pkl" in archive.members:
+            raise UnsupportedError("it is a TorchScript archive, not a state dict; torch.jit.load reads it")
+        pickled = archive.content("data.pkl")
+        root = inert.load(pickled)
+    except (ItemError, MetadataError) as error:
+        raise MetadataError(f"{path}: {error}") from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{path}: {error}") from error
+    source = TorchSaveSource(storage, item, archive)
+    table = ChunkTable()
+    entries: dict[str, Entry] = {}
+    problems: list[Finding] = []
+    again: dict[str, int] = {}
+    # A value takes two bytes at the least; more of them means shared dicts that multiply.
+    limit = 1000 + len(pickled)
+    for count, (entry_path, value) in enumerate(_leaves(root)):
+        if count > limit:
+            raise MetadataError(f"{path}: it stands for more than {limit:,} entries")
+        fqn = ".".join(map(str, entry_path)) or ROOT_NAME
+        if fqn in entries:
+            message = f"{fqn!r} is the name of several entries once keys are text; this one has a number added"
+            fqn = _numbered(fqn, entries, again)
+            problems.append(Finding("duplicate-name", Severity.WARNING, message, name, fqn))
+        entries[fqn] = _entry(fqn, entry_path, value, source, table, item, problems)
+    problems += _storage_notes(source.views, name)
+    evidence = ("a torch.save zip",)
+    return Checkpoint(
+        storage.root, name, "torch_save", "torch.save", evidence, entries, {name: nbytes}, table, storage, source,
+        tuple(problems),
+    )  # fmt: skip
+
+
+def _numbered(fqn: str, taken: Container[str], again: dict[str, int]) -> str:
+    """Return the first `fqn#2`, `fqn#3`, … that is not taken; `again` holds the last number of each name."""
+    for number in itertools.count(again.get(fqn, 1) + 1):
+        if f"{fqn}#{number}" not in taken:
+            again[fqn] = number
+            break
+    return f"{fqn}#{again[fqn]}"
+
+
+def _entry(
+    fqn: str,
+    path: Path,
+    value: Any,
+    source: TorchSaveSource,
+    table: ChunkTable,
+    item: Extent,
+    problems: list[Finding],
+) -> Entry:
+    view = None
+    try:
+        view = tensor_view(value)
+    except DcptoolError as error:
+        problems.append(Finding("bad-tensor", Severity.ERROR, f"{fqn!r}: {error}; shown as object", item.file, fqn))
+    if view is None:
+        source.values[fqn] = value
+        return ObjectEntry(fqn, path, item)
+    source.views[fqn] = view
+    mark = table.mark()
+    table.add((0,) * len(view.shape), view.shape, item)
+    return TensorEntry(fqn, view.dtype, view.shape, path, table.chunks_since(mark, len(view.shape)))
+
+
+def _storage_notes(views: Mapping[str, TensorView], file: str) -> list[Finding]:
+    """Note tensors that are not simply a storage of their own from end to end: torch.save keeps views as views."""
+    strided: list[str] = []
+    partial: list[str] = []
+    for fqn, view in views.items():
+        if not is_contiguous(view.shape, view.strides):
+            strided.append(fqn)
+        elif 0 < _nbytes(view) < view.storage_nbytes:
+            partial.append(fqn)
+    notes = []
+    if strided:
+        message = f"{_tensors(len(strided))} stored transposed or strided, such as {strided[0]!r}"
+        notes.append(Finding("strided-tensors", Severity.NOTE, message, file, strided[0]))
+    if partial:
+        view = views[partial[0]]
+        part = f"{_nbytes(view):,} of {view.storage_nbytes:,} bytes, from byte {_byte_offset(view):,} on"
+        message = f"{_tensors(len(partial))} only part of a larger storage, such as {partial[0]!r}: {part}"
+        next_step = "The file holds the whole storages; a clone() before torch.save leaves out what is not used."
+        notes.append(Finding("partial-storage", Severity.NOTE, message, file, partial[0], next_step=next_step))
+    return [*notes, *_shared_storages(views, file)]
+
+
+def _shared_storages(views: Mapping[str, TensorView], file: str) -> list[Finding]:
+    """Note storages that several tensors use: tied weights if they are the same view of it."""
+    users: dict[str, list[str]] = {}
+    for fqn, view in views.items():
+        if view.storage_nbytes:
+            users.setdefault(view.storage, []).append(fqn)
+    shared = [fqns for fqns in users.values() if len(fqns) > 1]
+    if not shared:
+        return []
+    first = shared[0]
+    listed = " and ".join(map(repr, first[:2])) + (f" and {len(first) - 2:,} more" if len(first) > 2 else "")
+    what = "the same values, as tied weights" if len({views[fqn] for fqn in first}) == 1 else "parts or views of it"
+    count = "1 storage is" if len(shared) == 1 else f"{len(shared):,} storages are"
+    message = f"{count} shared by several tensors: {listed} ({what})"
+    return [Finding("shared-storage", Severity.NOTE, message, file, first[0])]
+
+
+def _tensors(count: int) -> str:
+    return "1 tensor is" if count == 1 else f"{count:,} tensors are"
+
+
+def _nbytes(view: TensorView) -> int:
+    return volume(view.shape) * dtypes.lookup(view.dtype).itemsize
+
+
+def _byte_offset(view: TensorView) -> int:
+    return view.storage_offset * dtypes.lookup(view.dtype).itemsize
+
+
+def _mapping(value: Any) -> Mapping[Any, Any] | None:
+    """Return the items of a dict, or of one of its kin in `collections` that was not executed."""
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, Node) or not isinstance(value.function, Global):
+        return None
+    name = qualified_name(value)
+    try:
+        if name in ("collections.OrderedDict", "collections.defaultdict") and value.called:
+            return dict(value.items or ())
+        if name == "collections.Counter" and len(value.args) == 1 and isinstance(value.args[0], dict):
+            return value.args[0]
+        # An instance with items set on it is of a subclass of dict.
+        return dict(value.items) if value.items and not value.called and not value.args else None
+    except TypeError:  # a key that cannot be hashed: no pickler writes that
+        return None
+
+
+def _key(key: Any) -> str:
+    """Return a dict key as text: as `str` does for plain ones, else as its readable form."""
+    if isinstance(key, str):
+        return key
+    try:
+        return str(plain.decode(key))[:MAX_KEY_CHARS]
+    except (DcptoolError, ValueError):
+        return f"<{qualified_name(key)}>"
+
+
+def _leaves(root: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield (path, value) of everything torch would not look into further.
+
+    Dicts are always entered, lists only if they hold a tensor, a dict or such a list; tuples never. An empty dict
+    is a leaf here: torch drops it when it flattens, but a reader wants to know of it.
+    """
+    entered: dict[int, bool] = {}
+
+    def walk(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+        if len(path) > MAX_DEPTH:
+            raise MetadataError(f"its dicts and lists are nested more than {MAX_DEPTH} deep")
+        mapping = _mapping(value)
+        if mapping:
+            for key, part in mapping.items():
+                yield from walk(part, (*path, _key(key)))
+        elif isinstance(value, list) and value and (not path or _is_entered(value, entered)):
+            for index, part in enumerate(value):
+                yield from walk(part, (*path, index))
+        else:
+            yield path, value
+
+    return walk(root, ())
+
+
+def _is_entered(value: list[Any], known: dict[int, bool], depth: int = 0) -> bool:
+    """Tell whether torch would look into a list; `known` holds the answers so far, by identity."""
+    if id(value) in known:
+        return known[id(value)]
+    if depth > MAX_DEPTH:
+        raise MetadataError(f"its lists are nested more than {MAX_DEPTH} deep")
+    known[id(value)] = False
+    known[id(value)] = any(
+        _mapping(part) is not None
+        or (isinstance(part, list) and _is_entered(part, known, depth + 1))
+        or (isinstance(part, Node) and _is_tensor(part))
+        for part in value
+    )
+    return known[id(value)]
+
+
+def _is_tensor(node: Node) -> bool:
+    try:
+        return tensor_view(node) is not None
+    except DcptoolError:
+        return True

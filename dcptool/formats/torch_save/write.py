@@ -1,0 +1,88 @@
+"""Lay out a `.pt` file: one zip, one pickle that nests tensors and objects as the source's paths say, one record each.
+
+Source: torch 2.13, `distributed/checkpoint/_nested_dict.py` and `_traverse.py` (`set_element`) for how paths nest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.selection import Path, SelectedObject, SelectedTensor, Selection
+from dcptool.copying.outputs import Fill, Literal, OutputFile, Verbatim
+from dcptool.errors import LayoutError
+from dcptool.formats.torch_save.graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
+from dcptool.formats.torch_save.zip_write import Member, lay_out_zip
+from dcptool.pickles.emit import emit
+
+MAX_LIST = 1 << 24
+"""Longest list a path may ask for, and most places that are filled up in all lists together."""
+
+
+def one_file(checkpoint: Checkpoint, name: str, selection: Selection, flat: bool) -> OutputFile:
+    """Lay out the file.
+
+    Args:
+        checkpoint: the source, whose objects are carried.
+        name: of the file.
+        selection: what goes in; nested by path unless `flat`.
+        flat: one dict of names.
+
+    Raises:
+        LayoutError: two paths cannot be nested into one structure.
+        ItemError: an object of the source is damaged.
+    """
+    keys = Keys()
+    root: dict[Any, Any] = {}
+    n_filled = 0
+    fills: list[tuple[str, Fill]] = []
+    for item in selection.in_order:
+        path = (item.name,) if flat or item.path is None else item.path
+        if isinstance(item, SelectedTensor):
+            key = keys.fresh()
+            fills.append((key, _fill(item)))
+            n_filled += _set(root, path, tensor_node(item.dtype, item.entry.shape, key), item.name)
+        else:
+            n_filled += _set(root, path, _carried(checkpoint, item, keys), item.name)
+        if n_filled > MAX_LIST:
+            raise LayoutError(f"{item.name!r}: lists would be mostly empty; --nesting flat keeps flat names")
+    streamed: dict[str, Fill | Verbatim] = {key: Verbatim(record) for key, record in keys.records.items()}
+    streamed |= dict(fills)
+    members = [Member("data.pkl", Literal(emit(root, 2)))]
+    members += [Member(f"data/{key}", streamed[key]) for key in sorted(streamed, key=int)]
+    members += [Member(tail, Literal(content)) for tail, content in TAIL]
+    parts, nbytes = lay_out_zip(members)
+    return OutputFile(name, nbytes, parts)
+
+
+def _fill(tensor: SelectedTensor) -> Fill:
+    shape = tensor.entry.shape
+    return Fill(tensor.entry.fqn, (0,) * len(shape), shape, tensor.dtype, tensor.nbytes)
+
+
+def _carried(checkpoint: Checkpoint, item: SelectedObject, keys: Keys) -> Any:
+    return rekey(ObjectGraph(*checkpoint.graph(item.entry)), keys)
+
+
+def _set(root: dict[Any, Any], path: Path, value: Any, name: str) -> int:
+    """Put a value at a path; strings are keys of dicts, numbers are places in lists, which are made as needed.
+
+    Returns:
+        How many other places of lists had to be filled up for it.
+    """
+    here: Any = root
+    n_filled = 0
+    for part, following in zip(path, [*path[1:], None], strict=True):
+        fresh: Any = value if following is None else [] if isinstance(following, int) else {}
+        if isinstance(part, int) != isinstance(here, list) or (isinstance(part, int) and not 0 <= part < MAX_LIST):
+            raise LayoutError(f"{name!r} does not nest with the others at {part!r}; --nesting flat keeps flat names")
+        if isinstance(part, int):
+            n_filled += max(0, part - len(here))
+            here += [None] * (part + 1 - len(here))  # as torch fills what is not selected
+        there = here[part] if isinstance(part, int) else here.get(part)
+        if there is None:
+            here[part] = there = fresh
+        elif following is None or not isinstance(there, dict | list):
+            raise LayoutError(f"{name!r} is in the place of another entry; --nesting flat keeps flat names")
+        here = there
+    return n_filled

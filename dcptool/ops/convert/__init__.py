@@ -1,0 +1,1 @@
+"""convert: any format to any other, everything checked on the way."""

@@ -1,0 +1,241 @@
+"""Convert: open, select, lay out, copy, look at the result, publish. What all conversions have in common."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from typing import NamedTuple
+
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.entries import TensorEntry
+from dcptool.checkpoint.extents import Extent
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects
+from dcptool.checks.check import Level, check
+from dcptool.copying.engine import copy, default_threads, memory_nbytes
+from dcptool.copying.publishing import prepare, require_place
+from dcptool.errors import ItemError, UnsupportedError
+from dcptool.formats.detect import found_below, open_checkpoint
+from dcptool.formats.output import is_one_file, lay_out
+from dcptool.ops.guards import (
+    LEAVES_OUT,
+    damaged,
+    leftover_notes,
+    require_equal,
+    require_same,
+    require_sound,
+    source_notes,
+)
+from dcptool.storage import Progress, join
+
+LOST = "lost-entry"
+"""Kind of finding: an entry has bytes in a file that is missing or cut short."""
+
+
+class ConvertOptions(NamedTuple):
+    """How a conversion is done.
+
+    Attributes:
+        keys, exclude: names or globs of what to take, and of what to leave out.
+        renaming: how names and dtypes change.
+        max_shard_nbytes: size of safetensors shards, in bytes.
+        nesting: "auto" to nest as the source's paths say, "flat" for one flat dict; of `.pt` files.
+        objects: "keep", "skip" or "error"; None for what the format does by itself.
+        threads: how many bands are read at the same time, None for the number of processors.
+        overwrite: replace output that is there, once the new one is complete.
+        check: compare the output with the source, element by element, before it is published.
+        skip_corrupt: leave out tensors that are damaged, after checking everything.
+        also: further folders that hold files of the source.
+    """
+
+    keys: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    renaming: Renaming = AS_IS
+    max_shard_nbytes: int = 5_000_000_000
+    nesting: str = "auto"
+    objects: str | None = None
+    threads: int | None = None
+    overwrite: bool = False
+    check: bool = False
+    skip_corrupt: bool = False
+    also: tuple[str, ...] = ()
+
+
+DEFAULTS = ConvertOptions()
+
+
+class Conversion(NamedTuple):
+    """What was written, or would be.
+
+    Attributes:
+        path: of the output.
+        files: name and bytes of each file.
+        n_tensors, n_objects: how many are in it.
+        nbytes_in, nbytes_out: bytes of the selected tensors' values in the source, and in the output.
+        seconds: wall time.
+        skipped: fqns of objects that were left out.
+        corrupt: what is damaged and was left out.
+        n_cast: tensors whose dtype changed.
+        memory_nbytes: of the buffers it needs at most, besides what opening the source needs.
+        notes: worth knowing, one sentence each.
+        published: whether it was written.
+    """
+
+    path: str
+    files: tuple[tuple[str, int], ...]
+    n_tensors: int
+    n_objects: int
+    nbytes_in: int
+    nbytes_out: int
+    seconds: float
+    skipped: tuple[str, ...]
+    corrupt: tuple[Finding, ...]
+    n_cast: int
+    memory_nbytes: int
+    notes: tuple[str, ...]
+    published: bool
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    options: ConvertOptions = DEFAULTS,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Convert a checkpoint of any format to another one.
+
+    Args:
+        source: local path or URL of a checkpoint.
+        target: local path or URL of the output: a file for "torch"; a file if it ends in `.safetensors`, else a folder,
+            for "safetensors"; a folder for "dcp".
+        to: "safetensors", "torch" or "dcp".
+        options: see `ConvertOptions`.
+        dry_run: plan only, write nothing; refuses what the conversion itself would refuse without reading tensors.
+        progress: told the bytes as they are written.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ItemError: the source is damaged; the message names tensor, file and bytes. Nothing is written.
+        LayoutError: nothing is selected, names collide, or a tensor has holes.
+        OutputExistsError: there is something at the target.
+        UnsupportedError: the format cannot hold something that is selected.
+        StorageError: the target cannot be written.
+
+    Example:
+        >>> dcptool.convert("ckpt/step_500", "model.safetensors", "safetensors", ConvertOptions(keys=("model.*",)))
+    """
+    began = time.perf_counter()
+    path = os.fspath(target)
+    checkpoint = open_checkpoint(source, options.also)
+    sources = (checkpoint.path, *options.also)
+    require_place(path, is_one_file(to, path), 0, options.overwrite, sources)  # before all is checked, which takes time
+    _require_no_part(path, checkpoint)
+    corrupt = _corrupt(checkpoint, options)
+    bad = {finding.fqn for finding in corrupt if finding.fqn}
+    if corrupt and not any(fqn not in bad and selects(fqn, options.keys, options.exclude) for fqn in checkpoint):
+        causes = [finding for finding in corrupt if finding.kind != LOST] or corrupt
+        raise ItemError(damaged(checkpoint, causes, "Nothing undamaged is left to convert."))
+    selection = select(checkpoint, options.keys, options.exclude, options.renaming, bad)
+    require_sound(
+        checkpoint,
+        selection,
+        options.keys,
+        options.exclude,
+        skip_corrupt=options.skip_corrupt,
+        hint="" if options.skip_corrupt else LEAVES_OUT,
+    )
+    layout = lay_out(checkpoint, selection, to, path, options.objects, options.nesting, options.max_shard_nbytes)
+    every = (*layout.files, *layout.last)
+    nbytes = sum(file.nbytes for file in every)
+    threads = options.threads or default_threads()
+    unproven: Collection[str] = ()
+    if dry_run:
+        require_place(path, layout.is_file, nbytes, options.overwrite, sources)
+    else:
+        with prepare(path, layout.is_file, nbytes, options.overwrite, checkpoint.path) as place:
+            groups = [[file] for file in place.named(layout.files)]
+            report = copy(checkpoint, groups, place.storage, threads, progress)
+            if report.failures:
+                raise ItemError(damaged(checkpoint, report.failures, LEAVES_OUT))
+            unproven = report.unproven
+            for file in layout.last:
+                copy(checkpoint, [place.named([file])], place.storage, 1, progress)
+            layout.validate(place.written)
+            require_same(place, layout.files, selection)
+            if options.check:
+                require_equal(checkpoint, open_checkpoint(place.written), selection, threads)
+            place.publish(options.overwrite)
+    return Conversion(
+        path,
+        tuple((file.name, file.nbytes) for file in every),
+        len(selection.tensors),
+        layout.n_objects,
+        sum(tensor.entry.nbytes for tensor in selection.tensors),
+        sum(tensor.nbytes for tensor in selection.tensors),
+        time.perf_counter() - began,
+        layout.skipped,
+        tuple(corrupt),
+        selection.n_cast,
+        memory_nbytes(len(layout.files), threads),
+        (
+            *found_below(source, checkpoint),
+            *_unchecked_notes(selection, options),
+            *selection.notes,
+            *layout.notes,
+            *source_notes(checkpoint, selection, unproven),
+            *leftover_notes(path),
+        ),
+        not dry_run,
+    )
+
+
+def _unchecked_notes(selection: Selection, options: ConvertOptions) -> tuple[str, ...]:
+    if not options.check or not selection.n_cast:
+        return ()
+    return (f"--check did not compare the values of the {selection.n_cast:,} tensors that were cast",)
+
+
+def _require_no_part(path: str, checkpoint: Checkpoint) -> None:
+    """Refuse to replace one file of the source, such as a shard beside the index that was opened."""
+    if not os.path.lexists(path):
+        return
+    ours = os.path.realpath(path)
+    if any(os.path.realpath(join(checkpoint.root, name)) == ours for name in (*checkpoint.usage, checkpoint.name)):
+        raise UnsupportedError(f"{path} belongs to the source {checkpoint.path}; choose another place")
+
+
+def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
+    """Return what is damaged, if it is to be left out; of files that are missing or cut short, what they held."""
+    if not options.skip_corrupt:
+        return []
+    report = check(checkpoint, Level.DEEP, threads=options.threads)
+    errors = [finding for finding in report.findings if finding.severity is Severity.ERROR]
+    damaged = [finding for finding in errors if finding.kind != "unsupported-item"]  # which is refused when it is read
+    named = {finding.fqn for finding in damaged}
+    there = {name: checkpoint.storage.size(name) or 0 for name in checkpoint.usage}
+    missing = {name for name in checkpoint.usage if checkpoint.storage.size(name) is None}
+    short = {name for name, use in checkpoint.usage.items() if there[name] < use.end}
+
+    def is_lost(item: Extent | None) -> bool:
+        return item is not None and item.file in short and item.byte_offset + item.nbytes > there[item.file]
+
+    for fqn, entry in checkpoint.items() if short else ():
+        if fqn in named:
+            continue
+        if isinstance(entry, TensorEntry):
+            touched = not short.isdisjoint(filter(None, entry.chunks.files()))
+            lost = next((chunk.item for chunk in entry.chunks if is_lost(chunk.item)), None) if touched else None
+        else:
+            lost = entry.item if is_lost(entry.item) else None
+        if lost:
+            where = f"{lost.file}, bytes {lost.byte_offset:,}–{lost.byte_offset + lost.nbytes:,}"
+            why = "is missing" if lost.file in missing else f"ends at byte {there[lost.file]:,}"
+            message = f"{fqn!r} is stored in {where}; that file {why}"
+            damaged.append(Finding(LOST, Severity.ERROR, message, lost.file, fqn))
+    return damaged

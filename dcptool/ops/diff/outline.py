@@ -1,0 +1,189 @@
+"""What names and metadata alone tell of two sides: kinds, shapes, dtypes, layouts, what one side has and the other not.
+
+Reads no tensor; of objects only those that may be an empty dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.entries import TensorEntry
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.selection import selects, unmatched
+from dcptool.errors import DcptoolError
+from dcptool.ops.diff.pairing import Pairing, lone
+from dcptool.ops.diff.results import Difference, DiffOptions, DiffReport, Known, Lone, Side
+
+
+def known_entries(checkpoint: Checkpoint) -> list[Known]:
+    """Return what the metadata says of each entry."""
+    return [
+        Known(fqn, "tensor", entry.dtype, entry.shape, entry.path)
+        if isinstance(entry, TensorEntry)
+        else Known(fqn, "object", path=entry.path)
+        for fqn, entry in checkpoint.items()
+    ]
+
+
+def side_of(checkpoint: Checkpoint) -> Side:
+    """Return what a report says of a side as a whole."""
+    nbytes = sum(entry.nbytes for entry in checkpoint.tensors.values())
+    counts = len(checkpoint.tensors), len(checkpoint.objects)
+    return Side(checkpoint.path, checkpoint.format, checkpoint.flavour, *counts, nbytes)
+
+
+def outline(a: Side, b: Side, paired: Pairing, only_in_a: tuple[Lone, ...], only_in_b: tuple[Lone, ...]) -> DiffReport:
+    """Return the report of what names alone tell."""
+    kinds = [x.kind for x, y in paired.both if x.kind == y.kind]
+    counts = kinds.count("tensor"), kinds.count("object")
+    notes = (
+        *_nesting(paired),
+        *_flattening(only_in_a, only_in_b, "A", "B"),
+        *_flattening(only_in_b, only_in_a, "B", "A"),
+    )
+    return DiffReport(a, b, *counts, 0, only_in_a, only_in_b, (), (), paired.alignment, 0, (), notes, True)
+
+
+def are_comparable(x: Known, y: Known) -> bool:
+    """Tell whether two entries are tensors of one shape, so that their values can be compared."""
+    return x.kind == y.kind == "tensor" and x.shape == y.shape
+
+
+def outer_differences(x: Known, y: Known) -> list[Difference]:
+    """Return how two entries differ in kind, or in shape and dtype."""
+    if x.kind != y.kind:
+        return [Difference("kind", x.fqn, y.fqn, x.words, y.words)]
+    found = []
+    if x.shape != y.shape:
+        found.append(Difference("shape", x.fqn, y.fqn, str(list(x.shape)), str(list(y.shape))))
+    if x.dtype != y.dtype:
+        found.append(Difference("dtype", x.fqn, y.fqn, x.dtype, y.dtype))
+    return found
+
+
+def layout_differences(a: Checkpoint, b: Checkpoint, paired: Pairing) -> dict[str, Difference]:
+    """Return by A's fqn the tensors of one shape that are cut into other chunks."""
+    from dcptool.ops.inspect.summary import layouts_of, world_size  # imports the checks; seldom asked for
+
+    words = layouts_of(a, world_size(a)), layouts_of(b, world_size(b))
+    found = {}
+    for x, y in paired.both:
+        if not are_comparable(x, y):
+            continue
+        one, other = words[0][x.fqn], words[1][y.fqn]
+        boxes = sorted(a.tensors[x.fqn].chunks.boxes()), sorted(b.tensors[y.fqn].chunks.boxes())
+        if one == other and boxes[0] != boxes[1]:
+            other += ", other boxes"
+        if one != other:
+            found[x.fqn] = Difference("layout", x.fqn, y.fqn, one, other)
+    return found
+
+
+def lone_entries(entries: Sequence[Known], other: Checkpoint, mine: Checkpoint | None = None) -> tuple[Lone, ...]:
+    """Return entries only one side has; excused are those that the format of the other side cannot hold.
+
+    Args:
+        entries: what is only in `mine`.
+        other: the checkpoint they are missing from.
+        mine: the one they are in; None for a live state dict.
+    """
+    return tuple(lone(known, _excuse(known, other, mine)) for known in entries)
+
+
+def _excuse(known: Known, other: Checkpoint, mine: Checkpoint | None) -> str:
+    if known.kind == "object" and other.format == "safetensors":
+        return "safetensors holds no objects"
+    if known.kind == "object" and other.format == "dcp" and mine and _is_empty_dict(mine, known.fqn):
+        return "DCP stores no empty dict"
+    return ""
+
+
+def _is_empty_dict(checkpoint: Checkpoint, fqn: str) -> bool:
+    try:
+        value = checkpoint.value(fqn)
+    except DcptoolError:
+        return False
+    return isinstance(value, dict) and not value
+
+
+def _nesting(paired: Pairing) -> list[Finding]:
+    """R37: note entries of one name that stand at another place of the nested dict; safetensors knows of no places."""
+    found = [(x, y) for x, y in paired.both if x.fqn == y.fqn and None not in (x.path, y.path) and x.path != y.path]
+    if not found:
+        return []
+    x, y = found[0]
+    count = "1 entry is" if len(found) == 1 else f"{len(found):,} entries are"
+    message = f"{count} nested in another way, such as {x.fqn!r}: {_place(x)} in A, {_place(y)} in B"
+    return [Finding("nesting-differs", Severity.NOTE, message, fqn=x.fqn)]
+
+
+def _place(known: Known) -> str:
+    return "".join(f"[{part!r}]" for part in known.path or ())
+
+
+def _flattening(whole: Sequence[Lone], parts: Sequence[Lone], name: str, other: str) -> list[Finding]:
+    """R14: note containers that are one object on one side and flattened on the other, as before torch 2.4."""
+    found: dict[str, int] = {}
+    objects = {entry.fqn for entry in whole if entry.kind == "object"}
+    for entry in parts if objects else ():
+        position = entry.fqn.find(".")
+        while position >= 0:
+            if entry.fqn[:position] in objects:
+                found[entry.fqn[:position]] = found.get(entry.fqn[:position], 0) + 1
+                break
+            position = entry.fqn.find(".", position + 1)
+    if not found:
+        return []
+    first, count = next(iter(found.items()))
+    what = "1 object" if len(found) == 1 else f"{len(found):,} objects"
+    entries = "1 entry" if count == 1 else f"{count:,} entries"
+    message = f"{what} of {name} may be in {other} in parts, such as {first!r}: {entries} of {other} begin with it"
+    return [Finding("flattening-differs", Severity.NOTE, message, fqn=first)]
+
+
+def subset_note(report: DiffReport) -> tuple[Finding, ...]:
+    """R70: note that one side has all the other has, and more."""
+    lone = [[entry for entry in side if not entry.excused] for side in (report.only_in_a, report.only_in_b)]
+    if bool(lone[0]) == bool(lone[1]) or not (report.n_tensors or report.n_objects):
+        return ()
+    small, large = ("B", "A") if lone[0] else ("A", "B")
+    if report.differences or report.unreadable or not report.values_compared:
+        message = f"the names of {small} are a strict subset of those of {large}"
+    else:
+        message = f"{small} is a strict subset of {large}: all it holds is in {large} with the same values"
+    return (Finding("subset", Severity.NOTE, message),)
+
+
+def prefix_notes(a: Sequence[Known], b: Sequence[Known], options: DiffOptions) -> tuple[Finding, ...]:
+    """Note a prefix that was to be taken off the names of a side and that none of them has."""
+    sides = (("A", "a", a, options.strip_prefix_a), ("B", "b", b, options.strip_prefix_b))
+    return tuple(
+        Finding(
+            "unused-prefix",
+            Severity.NOTE,
+            f"no name of {side} begins with {prefix!r}: --strip-prefix-{letter} did nothing",
+        )
+        for side, letter, known, prefix in sides
+        if prefix and not any(entry.fqn.startswith(prefix) for entry in known)
+    )
+
+
+def unmatched_notes(a: Sequence[Known], b: Sequence[Known], options: DiffOptions) -> tuple[Finding, ...]:
+    """Note names and globs that match nothing on either side."""
+    names = dict.fromkeys(known.fqn for known in (*a, *b))
+    notes = unmatched(names, options.keys, options.exclude)
+    return tuple(Finding("unmatched-glob", Severity.NOTE, message) for message in notes)
+
+
+def metadata_problems(name: str, side: Checkpoint, options: DiffOptions, known: Sequence[Finding]) -> list[Finding]:
+    """Return what is wrong with a side's metadata, as far as it is about what was compared and not among `known`."""
+    fqns = {finding.fqn for finding in known}
+    found = []
+    for finding in side.problems:
+        is_new = finding.fqn is None or (
+            finding.fqn not in fqns and selects(finding.fqn, options.keys, options.exclude)
+        )
+        if finding.severity is Severity.ERROR and is_new:
+            found.append(finding._replace(message=f"{name}: {finding.message}"))
+    return found

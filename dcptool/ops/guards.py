@@ -1,0 +1,164 @@
+"""What must hold of a source before it is read, and of output before it gets its name: one for all that rewrite."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.selection import Selection, selects
+from dcptool.checks.check import check, cover_problems, state_of
+from dcptool.copying.outputs import OutputFile
+from dcptool.copying.publishing import Target, leftovers
+from dcptool.errors import ItemError
+from dcptool.formats.detect import open_checkpoint
+from dcptool.ops.diff.bands import Access
+from dcptool.ops.diff.objects import compare_objects
+from dcptool.ops.diff.pool import Pool
+from dcptool.ops.diff.results import DiffOptions
+from dcptool.ops.diff.values import ValueComparison
+from dcptool.ops.inspect.notes import side_files
+
+MAX_LISTED = 20
+MAX_STEPS = 2
+LEAVES_OUT = "--skip-corrupt leaves such entries out."
+ANOTHER_STEP = "Copy the files again from where they were saved, or take another step."
+
+
+def require_sound(
+    checkpoint: Checkpoint,
+    selection: Selection,
+    keys: Sequence[str],
+    exclude: Sequence[str],
+    *,
+    skip_corrupt: bool = False,
+    hint: str = "",
+) -> None:
+    """Refuse a source whose metadata or files show that what is selected is not all there.
+
+    Args:
+        checkpoint: the source.
+        selection: what is wanted of it.
+        keys, exclude: what that was selected by.
+        skip_corrupt: what missing and short files held was left out already.
+        hint: what the user can do, the last line of the message; that of --skip-corrupt is left out where that is
+            refused too.
+
+    Raises:
+        ItemError: something is missing; the message lists what.
+    """
+    names = {tensor.entry.fqn for tensor in selection.tensors} | {item.entry.fqn for item in selection.objects}
+    files = {name for tensor in selection.tensors for name in tensor.entry.chunks.files()}
+    files |= {item.entry.item.file for item in selection.objects if item.entry.item}
+
+    def can_be_left_out(finding: Finding) -> bool:
+        return bool(finding.fqn) or finding.kind in _ABOUT_WHOLE_FILES
+
+    def matters(finding: Finding) -> bool:
+        if finding.fqn in checkpoint:
+            return finding.fqn in names
+        if skip_corrupt and can_be_left_out(finding):
+            return False
+        if finding.fqn:  # a tensor that should be there
+            return selects(finding.fqn, keys, exclude)
+        return finding.file not in checkpoint.usage or finding.file in files
+
+    errors = [finding for finding in check(checkpoint).findings if finding.severity is Severity.ERROR]
+    found = [finding for finding in errors if matters(finding)]
+    if found:
+        can_skip = hint != LEAVES_OUT or all(map(can_be_left_out, found))
+        raise ItemError(damaged(checkpoint, found, hint if can_skip else ""))
+
+
+_ABOUT_WHOLE_FILES = ("missing-file", "short-file", "lfs-pointer")
+
+
+def damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
+    """Say that a source is damaged and nothing was written: what was found, and what to do.
+
+    What is only of a form that cannot be read here is not damaged, and nothing to be left out.
+    """
+    unsupported = all(finding.kind == "unsupported-item" for finding in found)
+    what = "cannot be read here" if unsupported else "is not whole" if state_of(found) == "incomplete" else "is damaged"
+    steps = dict.fromkeys(finding.next_step for finding in found if finding.next_step)
+    lines = [
+        f"{checkpoint.path} {what}, nothing was written:",
+        *(finding.message for finding in found[:MAX_LISTED]),
+    ]
+    if len(found) > MAX_LISTED:
+        lines.append(f"… and {len(found) - MAX_LISTED:,} more")
+    return "\n".join(filter(None, [*lines, *list(steps)[:MAX_STEPS], "" if unsupported else hint]))
+
+
+def require_same(place: Target, files: Sequence[OutputFile], selection: Selection) -> None:
+    """Open what was written: its shapes, dtypes and lengths must be what was meant, and its boxes an exact cover.
+
+    Raises:
+        ItemError: they are not.
+    """
+    written = open_checkpoint(place.written)
+    meant = Counter((tensor.dtype, tensor.entry.shape) for tensor in selection.tensors)
+    found = Counter((entry.dtype, entry.shape) for entry in written.tensors.values())
+    different = [file.name for file in place.named(files) if place.storage.size(file.name) != file.nbytes]
+    uncovered = [finding.message for finding in cover_problems(written) if finding.severity is Severity.ERROR]
+    # Objects of a `.pt` file may hold tensors too.
+    if meant - found or different or uncovered:
+        what = [*(meant - found), *different, *uncovered][:3]
+        raise ItemError(f"what was written does not open as what was meant: {what}; this is a bug")
+
+
+def require_equal(source: Checkpoint, written: Checkpoint, selection: Selection, threads: int) -> None:
+    """Compare every tensor that was not cast, and every object, with what it was made from.
+
+    Raises:
+        ItemError: one of them differs; names it.
+    """
+    sides = Access("A", source), Access("B", written)
+    tensors = [item for item in selection.tensors if item.dtype == item.entry.dtype and item.name in written.tensors]
+    objects = [item for item in selection.objects if item.name in written.objects]
+    with Pool(threads) as pool:
+        comparison = ValueComparison(*sides, DiffOptions(), pool, None)
+        outcomes = comparison.run([(item.entry, written.tensors[item.name]) for item in tensors])
+        pairs = ((item.entry, written.objects[item.name]) for item in objects)
+        found = [outcome for _, outcome in pool.run(lambda pair: compare_objects(*sides, *pair), pairs)]
+    wrong = [
+        item.name
+        for item, outcome in zip(tensors, outcomes, strict=True)
+        if outcome.values is not None or outcome.unreadable
+    ]
+    wrong += [item.name for item, got in zip(objects, found, strict=True) if got.unequal or got.unreadable]
+    if wrong:
+        raise ItemError(f"the output differs from the source in {len(wrong):,} entries, the first {wrong[0]!r}")
+
+
+def source_notes(checkpoint: Checkpoint, selection: Selection, unproven: Collection[str] = ()) -> list[str]:
+    """Say what of a source is not in the output, and what of it could not be checked.
+
+    Args:
+        checkpoint: the source.
+        selection: what was taken of it.
+        unproven: fqns of tensors that are stored without checksums.
+    """
+    told = []
+    beside = side_files(checkpoint)
+    if beside:
+        told.append(f"not part of the output, copy it if it is needed: {', '.join(beside)}")
+    if unproven:
+        n_all = len(selection.tensors)
+        which = f"all {n_all:,}" if len(unproven) == n_all else f"{len(unproven):,} of {n_all:,}"
+        told.append(
+            f"{which} tensors are stored without checksums, such as {min(unproven)!r}: that their bytes are what was "
+            "saved is not proven"
+        )
+    return told
+
+
+def leftover_notes(path: str) -> list[str]:
+    """Name temporary output that an earlier run left beside a path."""
+    left = leftovers(path)
+    return (
+        [f"{left[0]} is temporary output of a run that was killed, or still works; if none does, delete it"]
+        if left
+        else []
+    )

@@ -1,0 +1,9 @@
+"""inspect: what is at a path.
+
+inspect  a checkpoint, several, or a run directory
+summary  one checkpoint
+notes    what is worth knowing before a resume or a conversion
+names    what the names of entries tell
+stats    statistics of tensors
+moments  of arrays
+"""

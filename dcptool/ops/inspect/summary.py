@@ -1,0 +1,299 @@
+"""What is in one checkpoint: the facts `dcptool inspect` shows, as frozen values. Prints nothing, knows no terminal.
+
+Reads the objects' small items; of tensors not one byte.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.chunks import FileUse
+from dcptool.checkpoint.entries import ObjectEntry, TensorEntry
+from dcptool.checkpoint.extents import Chunk, Ints
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.layouts import is_grid, layout
+from dcptool.checkpoint.regions import volume
+from dcptool.checkpoint.selection import selects
+from dcptool.checks.check import cover_problems, state_of
+from dcptool.checks.files import file_problems
+from dcptool.errors import DcptoolError, UnsupportedError
+from dcptool.formats.dcp.reader import data_file_rank
+from dcptool.ops.inspect.notes import notes
+from dcptool.pickles import plain
+
+MAX_VALUES = 2_000
+"""Objects whose values are read for one summary; select with `keys` to see others."""
+MAX_ALIKE = 1024
+"""Tensors of more chunks are each looked at by themselves: the keys of such would take more memory than they save."""
+MAX_CORNERS = 50
+"""Tensors whose first elements are read for one summary."""
+MAX_VALUES_NBYTES = 32 << 20
+"""Bytes of such objects together."""
+MAX_RANKED = 65_536
+"""Chunks of one tensor whose ranks are looked up; with more of them the layout names no order of ranks."""
+_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
+"""Megatron-core's name for all layers as one tensor; layers with a number in their names are tensors of their own."""
+
+
+class TensorSummary(NamedTuple):
+    """One tensor: names, sizes in elements and bytes, how it is cut and where it is stored.
+
+    `chunks` and `corner` are None unless asked for; `corner` holds the tensor's first elements as nested lists, or the
+    reason why they could not be read.
+    """
+
+    fqn: str
+    dtype: str
+    shape: Ints
+    nbytes: int
+    layout: str
+    n_chunks: int
+    files: tuple[str, ...]
+    chunks: tuple[Chunk, ...] | None
+    corner: Any = None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the whole tensor."""
+        return volume(self.shape)
+
+
+class ObjectSummary(NamedTuple):
+    """One object: its decoded value (`pickles.plain`), its class, and why the value could not be read, if so.
+
+    `class_name` is None when nothing of it was read.
+    """
+
+    fqn: str
+    value: Any
+    class_name: str | None
+    error: str | None
+
+
+class FileSummary(NamedTuple):
+    """One file: its size in bytes (None: missing), the rank that wrote it, and its items with their bytes together."""
+
+    name: str
+    nbytes: int | None
+    rank: int | None
+    n_items: int
+    item_nbytes: int
+
+
+class Group(NamedTuple):
+    """Entries whose names begin alike: counts, elements, bytes, and the dtypes with the most bytes first."""
+
+    name: str
+    n_tensors: int
+    n_objects: int
+    elements: int
+    nbytes: int
+    dtypes: tuple[str, ...]
+
+
+class CheckpointSummary(NamedTuple):
+    """One checkpoint.
+
+    Attributes:
+        path: as a user would type it.
+        format, flavour, evidence: see `Checkpoint`.
+        world_size: ranks that saved it, None if the files do not tell.
+        state: "complete" (all files there and long enough), "incomplete" or "damaged".
+        nbytes: bytes of its files on disk.
+        files: each file, and each that is missing.
+        groups, tensors, objects: in the order of the metadata, selected by `keys` and `exclude`.
+        n_entries: entries before selection.
+        problems: what is wrong.
+    """
+
+    path: str
+    format: str
+    flavour: str
+    evidence: tuple[str, ...]
+    world_size: int | None
+    state: str
+    nbytes: int
+    files: tuple[FileSummary, ...]
+    groups: tuple[Group, ...]
+    tensors: tuple[TensorSummary, ...]
+    objects: tuple[ObjectSummary, ...]
+    n_entries: int
+    problems: tuple[Finding, ...]
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is missing or wrong as far as was looked."""
+        return not any(problem.severity is Severity.ERROR for problem in self.problems)
+
+
+def summarize_checkpoint(
+    checkpoint: Checkpoint,
+    keys: Sequence[str],
+    exclude: Sequence[str],
+    chunks: bool,
+    depth: int,
+    values: bool = False,
+) -> CheckpointSummary:
+    """Summarize one open checkpoint; arguments as in `summarize`."""
+    selected = [fqn for fqn in checkpoint if selects(fqn, keys, exclude)]
+    n_ranks = world_size(checkpoint)
+    layouts = layouts_of(checkpoint, n_ranks)
+    tensors = tuple(_tensor(checkpoint.tensors[fqn], layouts[fqn], chunks) for fqn in selected if fqn in layouts)
+    if values:
+        shown = ((tensor, checkpoint.tensors[tensor.fqn]) for tensor in tensors[:MAX_CORNERS])
+        tensors = (*(t._replace(corner=_corner(checkpoint, entry)) for t, entry in shown), *tensors[MAX_CORNERS:])
+    names = [fqn for fqn in selected if not isinstance(checkpoint[fqn], TensorEntry)]
+    unreadable: dict[str, list[DcptoolError]] = {}
+    within = _within_budget(checkpoint, names)
+    objects = tuple(_object(checkpoint, fqn, fqn in within, unreadable) for fqn in names)
+    exact = (fqn for fqn, words in layouts.items() if is_grid(words))
+    problems = [*checkpoint.problems, *file_problems(checkpoint), *cover_problems(checkpoint, exact)]
+    if state_of(problems) != "incomplete":  # what is not there cannot be read, and is said already
+        problems += _unreadable(unreadable)
+    decoded = {item.fqn: item.value for item in objects if item.error is None}
+    problems += notes(checkpoint, layouts, decoded, n_ranks)
+    return CheckpointSummary(
+        path=checkpoint.path,
+        format=checkpoint.format,
+        flavour=checkpoint.flavour,
+        evidence=checkpoint.evidence,
+        world_size=n_ranks,
+        state=state_of(problems),
+        nbytes=sum(checkpoint.files.values()),
+        files=_files(checkpoint),
+        groups=_groups(tensors, objects, depth),
+        tensors=tensors,
+        objects=objects,
+        n_entries=len(checkpoint),
+        problems=tuple(problems),
+    )
+
+
+def world_size(checkpoint: Checkpoint) -> int | None:
+    """Return how many ranks saved a checkpoint, by the highest rank in its file names; None if they do not tell.
+
+    Counted are the files the metadata names, there or not, and the empty ones that idle ranks leave.
+    """
+    if checkpoint.format == "dcp":
+        names = {*checkpoint.usage, *(name for name, nbytes in checkpoint.files.items() if not nbytes)}
+        ranks = [rank for name in names if (rank := data_file_rank(name)) is not None]
+    else:
+        ranks = [int(name[6:11]) - 1 for name in checkpoint.files if name.startswith("shard-") and name[6:11].isdigit()]
+    return max(ranks) + 1 if ranks else None
+
+
+def is_stacked(checkpoint: Checkpoint, fqn: str) -> bool:
+    """Tell whether dimension 0 of a tensor may count layers, as Megatron-core stores them."""
+    return checkpoint.flavour.startswith("Megatron") and _LAYERS.search(fqn) is not None
+
+
+def layouts_of(checkpoint: Checkpoint, n_ranks: int | None) -> dict[str, str]:
+    """Return fqn → layout of all tensors; those that are cut alike, as the layers of a model, are looked at once."""
+    rank_of = [*map(data_file_rank, checkpoint.table.files), None]  # the last for chunks without a place, index -1
+    layouts = {}
+    alike: dict[tuple[Any, ...], str] = {}
+    for fqn, entry in checkpoint.tensors.items():
+        stacked = is_stacked(checkpoint, fqn)
+        key = (entry.shape, stacked, *entry.chunks.key()) if len(entry.chunks) <= MAX_ALIKE else (fqn,)
+        if key not in alike:
+            known = 1 < len(entry.chunks) <= MAX_RANKED
+            ranks = [rank_of[index] for index in entry.chunks.file_indexes()] if known else None
+            alike[key] = layout(entry.shape, entry.chunks, ranks, n_ranks, stacked)
+        layouts[fqn] = alike[key]
+    return layouts
+
+
+def _files(checkpoint: Checkpoint) -> tuple[FileSummary, ...]:
+    found = []
+    for name in dict.fromkeys([*checkpoint.files, *sorted(checkpoint.usage)]):
+        use = checkpoint.usage.get(name, FileUse(0, 0, 0))
+        rank = data_file_rank(name)
+        found.append(FileSummary(name, checkpoint.files.get(name), rank, use.items, use.nbytes))
+    return tuple(found)
+
+
+def _tensor(entry: TensorEntry, shown: str, chunks: bool) -> TensorSummary:
+    kept = tuple(entry.chunks) if chunks else None
+    files = tuple(entry.chunks.files())
+    return TensorSummary(entry.fqn, entry.dtype, entry.shape, entry.nbytes, shown, len(entry.chunks), files, kept)
+
+
+def corner_sizes(shape: Ints) -> Ints:
+    """Return how much of a tensor is shown: up to 8 × 8 of its last two dimensions, at the others' beginning."""
+    return tuple(min(size, 8 if dim >= len(shape) - 2 else 1) for dim, size in enumerate(shape))
+
+
+def _corner(checkpoint: Checkpoint, entry: TensorEntry) -> Any:
+    """Read the first elements of a tensor as nested lists of Python numbers; a message where that fails."""
+    try:
+        array = checkpoint.read(entry.fqn, sizes=corner_sizes(entry.shape))
+    except DcptoolError as error:
+        return str(error)
+    if entry.dtype.startswith(("bfloat", "float8")):  # float32 holds all of them exactly
+        array = array.astype("float32")
+    return array.tolist()
+
+
+def _within_budget(checkpoint: Checkpoint, names: Sequence[str]) -> set[str]:
+    """Return the objects that are read: so many, and so many stored bytes together, whatever a checkpoint holds."""
+    within: set[str] = set()
+    nbytes = 0
+    for fqn in names[:MAX_VALUES]:
+        entry = checkpoint[fqn]
+        if checkpoint.format == "dcp" and isinstance(entry, ObjectEntry) and entry.item:
+            nbytes += entry.item.nbytes
+        if nbytes <= MAX_VALUES_NBYTES:
+            within.add(fqn)
+    return within
+
+
+def _object(checkpoint: Checkpoint, fqn: str, read: bool, unreadable: dict[str, list[DcptoolError]]) -> ObjectSummary:
+    if not read:
+        return ObjectSummary(fqn, None, None, "not read, there are too many or too large ones; select it with --keys")
+    try:
+        value = checkpoint.value(fqn)
+    except DcptoolError as error:
+        entry = checkpoint[fqn]
+        file = entry.item.file if isinstance(entry, ObjectEntry) and entry.item else ""
+        unreadable.setdefault(file, []).append(error)
+        return ObjectSummary(fqn, None, None, str(error))
+    return ObjectSummary(fqn, value, plain.class_name(value), None)
+
+
+def _unreadable(errors: Mapping[str, Sequence[DcptoolError]]) -> list[Finding]:
+    """Return one finding per file whose objects could not be read; an unsupported form is no damage."""
+    findings = []
+    for file, found in errors.items():
+        severity = Severity.NOTE if isinstance(found[0], UnsupportedError) else Severity.ERROR
+        count = f"{len(found)} object{'s' * (len(found) != 1)}"
+        message = f"{count} of {file or 'no file'} cannot be read; the first: {found[0]}"
+        findings.append(Finding("unreadable-objects", severity, message, file or None))
+    return findings
+
+
+def _groups(tensors: Sequence[TensorSummary], objects: Sequence[ObjectSummary], depth: int) -> tuple[Group, ...]:
+    members: dict[str, list[TensorSummary]] = {}
+    n_objects: dict[str, int] = {}
+    for tensor in tensors:
+        members.setdefault(_prefix(tensor.fqn, depth), []).append(tensor)
+    for item in objects:
+        name = _prefix(item.fqn, depth)
+        members.setdefault(name, [])
+        n_objects[name] = n_objects.get(name, 0) + 1
+    groups = []
+    for name, inside in members.items():
+        nbytes: dict[str, int] = {}
+        for tensor in inside:
+            nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
+        dtypes = tuple(sorted(nbytes, key=lambda dtype: -nbytes[dtype]))
+        elements = sum(tensor.elements for tensor in inside)
+        groups.append(Group(name, len(inside), n_objects.get(name, 0), elements, sum(nbytes.values()), dtypes))
+    return tuple(groups)
+
+
+def _prefix(fqn: str, depth: int) -> str:
+    """Return the first `depth` dotted parts of a name, without its last part; "" at top level."""
+    return ".".join(fqn.split(".")[:-1][:depth])

@@ -1,0 +1,137 @@
+"""Find the checkpoint to resume from: the newest step that is whole, whatever names and pointers say."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.steps import step_number, step_order
+from dcptool.errors import CheckpointNotFoundError, DcptoolError
+from dcptool.formats.detect import find_parts
+from dcptool.formats.marker import is_of_save, marker_in
+from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions
+from dcptool.ops.verify.verify import judge_step, missing_parts, without_marker
+from dcptool.runs.directory import find_runs, listed, require_run
+from dcptool.runs.pointers import pointer_problems, read_pointers
+from dcptool.storage import Location, Storage, join, locate
+
+MAX_SIBLINGS = 3
+"""Older steps whose listing is compared with that of a candidate."""
+
+
+class Step(NamedTuple):
+    """A numbered checkpoint directory: its number, its name in the run directory, its path."""
+
+    number: int
+    name: str
+    path: str
+
+
+class Latest(NamedTuple):
+    """The answer.
+
+    Attributes:
+        run: path of the run directory.
+        verdict: on the newest complete step; None if there is none.
+        skipped: verdicts on the newer ones, newest first.
+        pointers: what pointer files and links say that is not so.
+        problem: why there is no run to look at: no steps, or several runs; "" if there is one.
+    """
+
+    run: str
+    verdict: Verdict | None
+    skipped: tuple[Verdict, ...]
+    pointers: tuple[Finding, ...]
+    problem: str = ""
+
+    @property
+    def path(self) -> str | None:
+        """Path of the newest complete step, None if there is none."""
+        return self.verdict.path if self.verdict else None
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """What is probably not as it was meant to be in the answer."""
+        findings = self.verdict.findings if self.verdict else ()
+        return tuple(finding for finding in findings if finding.severity is Severity.WARNING)
+
+
+def find_steps(run_dir: str | os.PathLike[str]) -> tuple[Step, ...]:
+    """List the steps of a run directory, lowest first, by their names alone.
+
+    Raises:
+        CheckpointNotFoundError: there is no such directory, or no step in it, or several run directories.
+        StorageError: it cannot be listed.
+    """
+    run = require_run(locate(run_dir))
+    return tuple(Step(step_number(name) or 0, name, join(run.path, name)) for name in run.steps)
+
+
+def find_latest(
+    run_dir: str | os.PathLike[str], options: VerifyOptions = DEFAULTS, *, before: str | None = None
+) -> Latest:
+    """Find the newest complete step of a run directory, newest first.
+
+    Every step is judged by what is in it. Of steps older than the answer at most the markers and the listings are read.
+
+    Args:
+        run_dir: local path or URL.
+        options: how closely to look, and what is asked; see `VerifyOptions`.
+        before: name of a step; only what stands before it is looked at.
+
+    Returns:
+        The newest complete step, why newer ones were passed over, and what pointers say that is not so.
+
+    Raises:
+        CheckpointNotFoundError: there is no such directory.
+        StorageError: it cannot be listed.
+    """
+    location = locate(run_dir)
+    if location.file is not None:
+        raise CheckpointNotFoundError(f"{location.path} is a file, no run directory")
+    runs = find_runs(location)
+    if len(runs) != 1:
+        return Latest(location.path, None, (), (), listed(location.path, runs))
+    run = runs[0]
+    options = options._replace(also=())
+    storage = locate(run.path).storage
+    skipped: list[Verdict] = []
+    answer: Verdict | None = None
+    newest_first = [name for name in run.steps[::-1] if before is None or step_order(name) < step_order(before)]
+    for position, name in enumerate(newest_first):
+        verdict = judge_step(run, name, options)
+        if verdict is None:  # deleted meanwhile
+            continue
+        verdict = _beside_older(verdict, storage, newest_first[position + 1 :], options)
+        if verdict.state is State.COMPLETE:
+            answer = verdict
+            break
+        skipped.append(verdict)
+    pointers = pointer_problems(run, read_pointers(run), answer.name if answer else None)
+    return Latest(run.path, answer, tuple(skipped), tuple(pointers))
+
+
+def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[str], options: VerifyOptions) -> Verdict:
+    """Return the verdict on a step with what only comparing it with older ones shows."""
+    if verdict.state is not State.COMPLETE:
+        return verdict
+    siblings = [parts for name in older[:MAX_SIBLINGS] if (parts := _part_names(storage, name))]
+    common = frozenset.intersection(*siblings) if siblings else frozenset()
+    lacking = missing_parts(verdict, len(siblings), common)
+    if lacking:
+        return verdict._replace(state=State.INCOMPLETE, findings=(*lacking, *verdict.findings))
+    if verdict.marker is None:
+        for other in older:
+            if is_of_save(marker_in(storage.below(other), options.marker)):
+                return without_marker(verdict, other)
+    return verdict
+
+
+def _part_names(storage: Storage, step: str) -> frozenset[str]:
+    """Return the parts of another step, none if it cannot be listed: that says nothing of this one."""
+    try:
+        return frozenset(part.name for part in find_parts(Location(storage.below(step), None), below_dcp=True))
+    except DcptoolError:
+        return frozenset()

@@ -1,0 +1,102 @@
+"""Write the marker of a checkpoint that somebody vouches for, after checking it."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+from dcptool.checks.check import Level
+from dcptool.errors import ItemError, OutputExistsError, UnsupportedError
+from dcptool.formats.dcp.reader import METADATA, rank_metadata
+from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, Marker, is_marker, name_problem, sha256
+from dcptool.formats.safetensors.reader import INDEX_SUFFIX
+from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions, judge
+from dcptool.runs.directory import runs_at
+from dcptool.storage import Location, Progress, join, locate, walk
+
+
+class Marked(NamedTuple):
+    """What was marked: the marker's path, the marker itself, and the verdict it rests on."""
+
+    path: str
+    marker: Marker
+    verdict: Verdict
+
+
+def mark_complete(
+    path: str | os.PathLike[str],
+    *,
+    checksums: bool = False,
+    marker: str = NAME,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Marked:
+    """Check a checkpoint at level RECORDS and write its marker, replacing an old one.
+
+    Args:
+        path: folder of the checkpoint, or of several parts that belong together.
+        checksums: check at level DEEP instead, and keep the SHA-256 of every file: reads all bytes twice.
+        marker: name of the marker's file; a plain name that hides no file of a checkpoint.
+        threads: how many read at the same time, None for the number of processors.
+        progress: told the number of bytes as they are read.
+
+    Raises:
+        ValueError: `marker` cannot be a marker's name.
+        ItemError: the checkpoint does not verify; nothing is written. The message names the worst finding.
+        OutputExistsError: there is a file of the marker's name that is no marker.
+        CheckpointNotFoundError: there is nothing at that path.
+        StorageError: the marker cannot be written.
+        UnsupportedError: the path is a file, or a run directory: a marker stands in the folder of a checkpoint.
+    """
+    problem = name_problem(marker)
+    if problem:
+        raise ValueError(f"a marker cannot be named so: {problem}")
+    location = locate(path)
+    if location.file is not None:
+        raise UnsupportedError(f"{location.path} is a file; a marker stands in the folder of a checkpoint")
+    runs = runs_at(location)
+    if runs:
+        raise UnsupportedError(
+            f"{location.path} is a run directory; mark a step: {join(runs[0].path, runs[0].steps[-1])}"
+        )
+    there = next((entry for entry in location.storage.entries() if entry.name == marker), None)
+    if there and (there.is_dir or not is_marker(location.storage, marker, there.nbytes)):
+        raise OutputExistsError(f"{join(location.path, marker)} is there and is no marker of dcptool: not replaced")
+    options = VerifyOptions(Level.DEEP if checksums else Level.RECORDS, marker, threads=threads)
+    verdict = judge(path, options, progress)
+    if not verdict.whole:
+        named = f" --marker {marker}" if marker != NAME else ""
+        hint = f"dcptool verify {'--deep' if checksums else '--records'}{named} {verdict.path}"
+        how = "cannot be checked" if verdict.state is State.OTHER else f"is {verdict.state.value}"
+        raise ItemError(f"{verdict.path} {how}, not marked: {verdict.reason}\nSee all: {hint}")
+    made = make_marker(location, verdict, marker, checksums)
+    location.storage.write(marker, made.document())
+    return Marked(join(location.path, marker), made, verdict)
+
+
+def make_marker(location: Location, verdict: Verdict, name: str, checksums: bool) -> Marker:
+    """Describe the files of a folder as they are now; who saved them, and how long it took, an old marker knows."""
+    storage = location.storage
+    ours = {name, NAME, *FOREIGN, *NEGATIVE}
+    files = {entry.name: entry.nbytes for entry in walk(storage) if entry.name not in ours}
+    valid = verdict.marker is not None and verdict.marker.name == name and verdict.state is State.COMPLETE
+    old = verdict.marker if valid else None
+    return Marker(
+        name,
+        (old and old.writer) or "mark",
+        verdict.step,
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        verdict.world_size,
+        old.save_seconds if old else None,
+        old.blocked_seconds if old else None,
+        save_id=next((part.save_id for part in verdict.parts if part.save_id), None),
+        metadata_sha256={file: sha256(storage, file, files[file]) for file in files if _is_metadata(file)},
+        files=files,
+        sha256={file: sha256(storage, file, nbytes) for file, nbytes in files.items()} if checksums else {},
+    )
+
+
+def _is_metadata(file: str) -> bool:
+    name = file.rpartition("/")[2]
+    return name == METADATA or bool(rank_metadata({name: 0})) or name.endswith(INDEX_SUFFIX)

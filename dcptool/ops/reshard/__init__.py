@@ -1,0 +1,9 @@
+"""reshard: the layout of one number of ranks, or mesh, to that of another.
+
+reshard  who does it: this process, its forks, or torchrun's
+plan     what would be done
+rules    which rank would hold which box
+mesh     meshes and placements as users write them
+assign   which of several ranks stores it, as torch's planner decides
+member   what each process of the group does
+"""

@@ -1,0 +1,7 @@
+"""verify: is a checkpoint, or every step of a run, whole and undamaged?
+
+verify        what a user names
+verdict       one folder: which state it is in, and why
+torch_load    everything loaded with the installed torch
+torch_reader  how torch is called for that
+"""

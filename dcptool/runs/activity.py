@@ -1,0 +1,104 @@
+"""Is somebody writing to a checkpoint just now? What its folder, and a second listing of it, tell."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping
+
+from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.errors import DcptoolError
+from dcptool.formats.marker import NEGATIVE_SUFFIX, negative_marker
+from dcptool.storage import DirEntry, Location, is_url, join, locate, walk
+
+_OF_RANKS = "rank-metadata-missing"
+UNFINISHED_KINDS = frozenset({"no-metadata", "empty", _OF_RANKS})
+"""Findings that a save in its middle leaves as well as one that was killed."""
+
+
+def list_files(location: Location) -> dict[str, DirEntry]:
+    """Return what is in a folder and below it, by name; of a file itself only.
+
+    Raises:
+        CheckpointNotFoundError, StorageError: it cannot be listed.
+    """
+    if location.file is not None:
+        found = [entry for entry in location.storage.entries() if entry.name == location.file]
+        return {entry.name: entry for entry in found}
+    return {entry.name: entry for entry in walk(location.storage)}
+
+
+def last_written(location: Location, listing: Mapping[str, DirEntry]) -> float | None:
+    """Return when the newest file, or an empty folder itself, was written, in seconds since the epoch."""
+    if not listing:
+        return location.storage.written()
+    return max((entry.mtime for entry in listing.values() if entry.mtime is not None), default=None)
+
+
+def folders_of(parts: Iterable[str]) -> list[str]:
+    """Return the folder itself ("") and all that lead to its parts, each once."""
+    found = {"": None}
+    for part in parts:
+        names = part.split("/") if part else []
+        found.update({"/".join(names[:depth]): None for depth in range(1, len(names) + 1)})
+    return list(found)
+
+
+def sign_of_writing(
+    location: Location,
+    before: Mapping[str, DirEntry],
+    parts: Collection[str],
+    kinds: Collection[str],
+    age_limit: float | None,
+) -> Finding | None:
+    """Return what tells that somebody is writing there now, None if nothing does.
+
+    Args:
+        location: the checkpoint.
+        before: its files when the look at it began.
+        parts: places of the checkpoints in it.
+        kinds: of what was found.
+        age_limit: seconds in which a file makes an unfinished save one that is going on; None if none does.
+    """
+    negative = negative_sign(location, before, parts)
+    if negative:
+        return Finding("being-written", Severity.WARNING, f"{negative} says that it is being written", negative)
+    after = list_files(location)
+    if after != before:
+        changed = sorted({*before.items()} ^ {*after.items()})[0][0]
+        return Finding("being-written", Severity.WARNING, f"{changed} changed while it was looked at", changed)
+    written = last_written(location, after)
+    if age_limit is None or written is None or not UNFINISHED_KINDS.intersection(kinds):
+        return None
+    age = time.time() - written
+    if age >= age_limit:
+        return None
+    what = "a file was written" if after else "the folder was made"
+    lacking = "no metadata yet" if UNFINISHED_KINDS - {_OF_RANKS} & {*kinds} else "metadata of some ranks not yet there"
+    message = f"{lacking}, and {what} {max(age, 0):,.0f} s ago: perhaps still being saved"
+    return Finding("being-written", Severity.WARNING, message)
+
+
+def negative_sign(location: Location, files: Collection[str], parts: Iterable[str]) -> str | None:
+    """Return the file that says that a checkpoint, or a part of it, is being written; None if there is none."""
+    if location.file is not None:
+        return None
+    path = location.path if is_url(location.path) else os.path.abspath(location.path)
+    for folder in folders_of(parts):
+        prefix = f"{folder}/" if folder else ""
+        name = negative_marker([file.removeprefix(prefix) for file in files if file.startswith(prefix)])
+        if name:
+            return f"{prefix}{name}"
+        unfinished = join(path, folder) + NEGATIVE_SUFFIX
+        if exists(unfinished):
+            return unfinished
+    return None
+
+
+def exists(path: str) -> bool:
+    """Tell whether there is anything at a path; what cannot be looked at counts as not there."""
+    try:
+        locate(path)
+    except DcptoolError:
+        return False
+    return True
