@@ -145,7 +145,7 @@ def test_to_dcp_and_back(part, tmp_path):
     dcp.load(state, checkpoint_id=target, no_dist=True)
     for fqn, tensor in state.items():
         assert digest(tensor) == part.expected[fqn]["sha256"], fqn
-        if source.format == "dcp":
+        if source.format.name == "dcp":
             assert list(copy.tensors[fqn].chunks.boxes()) == list(source.tensors[fqn].chunks.boxes())
             assert [c.item.file for c in copy.tensors[fqn].chunks] == [c.item.file for c in source.tensors[fqn].chunks]
     for fqn in source.objects:

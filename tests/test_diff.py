@@ -18,6 +18,7 @@ from dcptool.checkpoint.chunks import ChunkTable
 from dcptool.checkpoint.dtypes import BY_NAME
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Extent, Payload, Record
+from dcptool.checkpoint.format import Format
 from dcptool.checkpoint.regions import contiguous_strides, intersect, volume
 from dcptool.checkpoint.selection import Renaming
 from dcptool.errors import LayoutError
@@ -531,7 +532,9 @@ class Memory:
                 table.add(offsets, sizes, item)
             entries[fqn] = TensorEntry(fqn, dtype, array.shape, None, table.chunks_since(mark, array.ndim))
         self.piece_nbytes = 1 << 20
-        self.checkpoint = Checkpoint("memory", "", "memory", "in memory", (), entries, {}, table, self, self)
+        self.checkpoint = Checkpoint(
+            "memory", "", Format("memory", "nothing"), "in memory", (), entries, {}, table, self, self
+        )
 
     def payload(self, entry, chunk, item):
         strides = contiguous_strides(chunk.sizes)

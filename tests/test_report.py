@@ -23,6 +23,7 @@ from dcptool.checkpoint.chunks import ChunkTable
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Extent
 from dcptool.errors import DcptoolError, LayoutError, OutputExistsError, SeveralCheckpointsError, UnsupportedError
+from dcptool.formats.dcp.format import DCP
 from dcptool.ops.inspect.summary import summarize_checkpoint
 from dcptool.ops.report.columns import ColumnTable, boxes_rule, column_rule
 from dcptool.ops.report.document import describe
@@ -200,7 +201,7 @@ def regular(n_tensors, n_ranks, jitter=0):
         shape = (4 * n_ranks, 1024)
         entries[fqn] = TensorEntry(fqn, "float32", shape, None, table.chunks_since(mark, 2))
     sizes = dict(zip(files, ends, strict=True))
-    return Checkpoint("/run/step_1", "", "dcp", "torch DCP", (), entries, sizes, table, None, None)
+    return Checkpoint("/run/step_1", "", DCP, "torch DCP", (), entries, sizes, table, None, None)
 
 
 def page_of(checkpoint):
@@ -398,5 +399,5 @@ def test_other_formats(foreign, tmp_path, to, name):
     document = page_data((tmp_path / "r.html").read_text())
     checkpoint = dcptool.open(tmp_path / name)
     assert decode(document) == {fqn: [tuple(c) for c in entry.chunks] for fqn, entry in checkpoint.tensors.items()}
-    assert (done.good, document["format"]) == (True, checkpoint.format)
+    assert (done.good, document["format"]) == (True, checkpoint.format.name)
     assert all(file[1] is not None for file in document["files"])

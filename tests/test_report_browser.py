@@ -263,6 +263,7 @@ def test_packed_columns_and_dimensions_that_are_not_drawn(chromium, tmp_path):
     from dcptool.checkpoint.chunks import ChunkTable
     from dcptool.checkpoint.entries import TensorEntry
     from dcptool.checkpoint.extents import Extent
+    from dcptool.formats.dcp.format import DCP
 
     random = np.random.default_rng(3)
     table = ChunkTable()
@@ -273,7 +274,7 @@ def test_packed_columns_and_dimensions_that_are_not_drawn(chromium, tmp_path):
         table.add(offsets, (1, 1, 1), places[offsets])
     entries = {"w": TensorEntry("w", "float32", (4, 4, 4), None, table.chunks_since((0, 0), 3))}
     files = {"__0_0.distcp": 2**50}
-    html = page_of(Checkpoint("/run", "", "dcp", "torch DCP", (), entries, files, table, None, None))
+    html = page_of(Checkpoint("/run", "", DCP, "torch DCP", (), entries, files, table, None, None))
     (tmp_path / "r.html").write_text(html)
     page = Page(chromium, tmp_path / "r.html")
     page.one("#tensor-list .row").click()

@@ -131,7 +131,7 @@ def test_a_lost_metadata_comes_back_equal_and_torch_loads_it(steps):
         dcptool.rescue(path, like)
 
 
-DCP_PARTS = [found for found in WHOLE if dcptool.open(found.path).format == "dcp"]
+DCP_PARTS = [found for found in WHOLE if dcptool.open(found.path).format.name == "dcp"]
 
 
 @pytest.mark.parametrize("found", DCP_PARTS, ids=lambda found: found.name)

@@ -13,6 +13,7 @@ from dcptool.checkpoint.entries import Entry, ObjectEntry, Source, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Payload, Record
 from dcptool.checkpoint.fill import numpy_empty
 from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.format import USUAL, Format, Variant
 from dcptool.checkpoint.regions import Box, first_gap, index_in, volume
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
 from dcptool.storage import Storage, join
@@ -30,7 +31,7 @@ class Checkpoint(Mapping[str, Entry]):
     Attributes:
         root: path or URL of the folder the files are in.
         name: what was opened inside `root`: "" for the folder, else a file's name.
-        format: "dcp", "torch_save" or "safetensors".
+        format: the on-disk format, a value; its `name` is "dcp", "torch_save" or "safetensors".
         flavour: which software's variant of the format, such as "torch DCP".
         evidence: what that is concluded from, one short phrase each.
         entries: fqn → entry, in the order of the metadata.
@@ -40,11 +41,12 @@ class Checkpoint(Mapping[str, Entry]):
         extra: what the format's records hold beyond dcptool's model, by attribute name.
         save_id: the writer's identifier of the save, None where there is none.
         requires_grad: fqns of tensors that were saved as trained parameters, where the format tells.
+        variant: what the software that wrote it does of its own.
     """
 
     root: str
     name: str
-    format: str
+    format: Format
     flavour: str
     evidence: tuple[str, ...]
     entries: Mapping[str, Entry]
@@ -56,6 +58,7 @@ class Checkpoint(Mapping[str, Entry]):
     extra: Mapping[str, Any] = field(default_factory=dict)
     save_id: str | None = None
     requires_grad: frozenset[str] = frozenset()
+    variant: Variant = USUAL
 
     @property
     def path(self) -> str:
@@ -83,6 +86,11 @@ class Checkpoint(Mapping[str, Entry]):
     def objects(self) -> Mapping[str, ObjectEntry]:
         """The objects alone, in order."""
         return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, ObjectEntry)}
+
+    @cached_property
+    def world_size(self) -> int | None:
+        """How many ranks saved it, None if its files do not tell."""
+        return self.format.world_size(self.usage, self.files)
 
     @cached_property
     def usage(self) -> Mapping[str, FileUse]:

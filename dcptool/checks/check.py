@@ -24,7 +24,6 @@ from dcptool.checks.files import file_problems, mixed_times
 from dcptool.checks.items import UNSUPPORTED, Tally, item_problems
 from dcptool.checks.paths import path_problems
 from dcptool.errors import LayoutError
-from dcptool.formats.safetensors.reader import SHARDS_FLAVOUR
 from dcptool.storage import Progress
 
 INCOMPLETE_KINDS = frozenset(
@@ -94,12 +93,12 @@ def check(
         *family_problems(checkpoint),
         *_unprovable(checkpoint),
     ]
-    if checkpoint.format == "safetensors" and any(problem.kind == "missing-file" for problem in problems):
+    if checkpoint.format.boxes_in_files and any(problem.kind == "missing-file" for problem in problems):
         problems = [problem for problem in problems if problem.kind != "hole"]  # what the missing files held
     if level is Level.METADATA:
         problems += edge_problems(checkpoint, by_file, {p.file for p in problems if p.severity is Severity.ERROR})
-    if written is not None and checkpoint.format == "dcp":
-        problems += mixed_times(checkpoint, written, [name for name in checkpoint.files if name.endswith(".metadata")])
+    if written is not None and checkpoint.format.saved_by_ranks:
+        problems += mixed_times(checkpoint, written, list(filter(checkpoint.format.is_metadata, checkpoint.files)))
     tally = Tally()
     if level >= Level.RECORDS:
         found, tally = item_problems(checkpoint, by_file, level >= Level.DEEP, threads or os.cpu_count() or 1, progress)
@@ -162,7 +161,7 @@ def _unprovable(checkpoint: Checkpoint) -> list[Finding]:
     if not len(checkpoint):
         message = "nothing was saved: it holds no tensor and no object"
         return [Finding("nothing-saved", Severity.WARNING, message, next_step="Was the state dict empty?")]
-    if checkpoint.flavour == SHARDS_FLAVOUR:
+    if checkpoint.variant.open_shapes:
         message = "whether files of further shards are missing cannot be told: the format does not record whole shapes"
         step = "dcptool mark, run when they are all there, makes a loss visible."
         return [Finding("last-shards-unknown", Severity.NOTE, message, next_step=step)]

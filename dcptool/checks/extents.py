@@ -20,7 +20,7 @@ MAX_PER_FILE = 20
 
 def extent_problems(checkpoint: Checkpoint, by_file: FileItems) -> list[Finding]:
     """Return items that lie over one another in their file; only zips and frames lie side by side."""
-    if checkpoint.format != "dcp" or "SAFETENSORS" in checkpoint.flavour:
+    if not checkpoint.format.items_apart or checkpoint.variant.shares_places:
         return []
     problems = []
     for file in by_file.files:
@@ -36,7 +36,7 @@ def extent_problems(checkpoint: Checkpoint, by_file: FileItems) -> list[Finding]
 
 def short_items(checkpoint: Checkpoint) -> list[Finding]:
     """Return tensors with an item that has fewer bytes than the elements of its box need; compressed ones may."""
-    if checkpoint.format != "dcp":
+    if not checkpoint.format.items_apart:
         return []
     problems = []
     table = checkpoint.table

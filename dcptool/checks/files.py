@@ -13,7 +13,7 @@ from dcptool.checkpoint.chunks import FileUse
 from dcptool.checkpoint.findings import Finding, Severity
 from dcptool.checkpoint.items import FileItems, name_of
 from dcptool.errors import DcptoolError
-from dcptool.formats.dcp.reader import METADATA, data_file_rank, rank_metadata
+from dcptool.formats.dcp.format import metadata_names, metadata_rank
 from dcptool.formats.safetensors.header import LFS_START
 from dcptool.words import bytes_words
 
@@ -77,7 +77,7 @@ def is_lfs_pointer(checkpoint: Checkpoint, name: str, nbytes: int | None = None)
 
 def _missing(checkpoint: Checkpoint, missing: Sequence[str], total: int) -> Finding:
     usage = checkpoint.usage
-    ranks = {rank for name in missing if (rank := data_file_rank(name)) is not None}
+    ranks = {rank for name in missing if (rank := checkpoint.format.rank_of(name)) is not None}
     whose = f" (rank{'s' * (len(ranks) > 1)} {ranges(ranks)})" if ranks else ""
     names = missing[0] if len(missing) == 1 else f"{len(missing):,} of {len(usage):,} files"
     verb = "is missing: it held" if len(missing) == 1 else "are missing: they held"
@@ -110,7 +110,7 @@ def _leftovers(checkpoint: Checkpoint, usage: Mapping[str, FileUse]) -> list[Fin
         for name, nbytes in checkpoint.files.items()
         if nbytes
         and name not in usage
-        and (rank := data_file_rank(name)) is not None
+        and (rank := checkpoint.format.rank_of(name)) is not None
         and (known is None or rank in known)
     )
     if not left:
@@ -127,9 +127,9 @@ def _leftovers(checkpoint: Checkpoint, usage: Mapping[str, FileUse]) -> list[Fin
 
 def _ranks_with_metadata(checkpoint: Checkpoint) -> set[int] | None:
     """Return the ranks whose own metadata could be read; None if one metadata file is for all."""
-    ours = [] if METADATA in checkpoint.files else rank_metadata(checkpoint.files)
+    ours = {name: rank for name in metadata_names(checkpoint.files) if (rank := metadata_rank(name)) is not None}
     unread = {problem.file for problem in checkpoint.problems}
-    return {int(name[2 : -len(METADATA)]) for name in ours if name not in unread} if ours else None
+    return {rank for name, rank in ours.items() if name not in unread} if ours else None
 
 
 def _starts(checkpoint: Checkpoint, name: str, nbytes: int) -> bytes:

@@ -178,7 +178,7 @@ class _Scan:
         key = (record.item.byte_offset, record.byte_offset, record.nbytes)
         if key in self._seen:  # tensors of a `.pt` share storages
             return 0
-        if self._checkpoint.format != "dcp":
+        if not self._checkpoint.format.items_apart:
             self._seen.add(key)
         value = 0
         for start in range(0, record.nbytes, len(self._buffer)):

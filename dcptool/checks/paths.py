@@ -8,7 +8,7 @@ from dcptool.checkpoint.findings import Finding, Severity
 
 def path_problems(checkpoint: Checkpoint) -> list[Finding]:
     """Return entries whose path and name disagree, or that have no path where others do, as one finding each."""
-    if checkpoint.format != "dcp":
+    if not checkpoint.format.paths_apart:
         return []
     wrong = [
         entry.fqn

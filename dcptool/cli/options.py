@@ -54,7 +54,7 @@ class Duration(click.ParamType[float]):
 
 
 def _marker_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    from dcptool.formats.marker import name_problem
+    from dcptool.ops.mark import name_problem
 
     problem = name_problem(value)
     if problem:

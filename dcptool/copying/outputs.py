@@ -74,3 +74,41 @@ class OutputFile(NamedTuple):
     name: str
     nbytes: int
     parts: Iterable[Part]
+
+
+class Wanted(NamedTuple):
+    """How an output shall be.
+
+    Attributes:
+        path: where it will be.
+        objects: "keep", "skip" or "error"; None for what the format does by itself.
+        nesting: "auto" to nest as the source's paths say, "flat" for one flat dict; of `.pt` files.
+        max_shard_nbytes: size of safetensors shards, in bytes.
+    """
+
+    path: str
+    objects: str | None = None
+    nesting: str = "auto"
+    max_shard_nbytes: int = 5_000_000_000
+
+
+class LaidOut(NamedTuple):
+    """What is to be written.
+
+    Attributes:
+        files: what may be written in any order.
+        is_file: whether the output is the one file, else a folder of them.
+        n_objects: objects that are kept.
+        skipped: fqns of those that are not.
+        notes: worth knowing, one sentence each.
+        validate: checks the written output at a path with a library that is not ours, where there is one.
+        last: files that are written after all others, in order: what makes the output complete.
+    """
+
+    files: tuple[OutputFile, ...]
+    is_file: bool
+    n_objects: int
+    skipped: tuple[str, ...]
+    notes: tuple[str, ...]
+    validate: Callable[[str], None] = lambda path: None
+    last: tuple[OutputFile, ...] = ()

@@ -1,10 +1,9 @@
-"""Which format a path is, and which parts a folder of checkpoints has. Looks at names and first bytes only."""
+"""Which checkpoint a path is, and which parts a folder of checkpoints has. Looks at names and first bytes only."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
@@ -17,67 +16,31 @@ from dcptool.errors import (
     UnsupportedError,
 )
 from dcptool.formats.dcp.metadata import check_pickle_start
-from dcptool.formats.dcp.reader import METADATA, data_file_rank, is_dcp, megatron_backend, open_dcp, rank_metadata
-from dcptool.formats.safetensors.reader import INDEX_SUFFIX, SUFFIX, open_safetensors
-from dcptool.formats.torch_save.reader import LEGACY_MAGIC, open_torch_save
+from dcptool.formats.dcp.reader import megatron_backend
+from dcptool.formats.others import looks_like
+from dcptool.formats.table import FORMATS, KnownFormat, format_of
+from dcptool.formats.torch_save.format import SUFFIXES
 from dcptool.storage import DirEntry, Location, Storage, is_url, join, locate
 
 MAX_LISTED = 20
+HEAD_NBYTES = 512
 MAX_PART_DEPTH = 3
 MAX_FOLDERS = 2_000
 """Folders of one level that are looked into."""
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
-_OTHER_TOOLS = (
-    (
-        re.compile(r"metadata\.pkl"),
-        "a checkpoint with metadata.pkl, a format after DCP's",
-        "the software that wrote it",
-    ),
-    (re.compile(r"model_world_size_\d+_rank_\d+\.pt"), "verl's one-file-per-rank format", "verl's model_merger"),
-    (
-        re.compile(r"(zero_pp_rank|mp_rank)_.*_(model|optim)_states\.pt|zero_to_fp32\.py"),
-        "a DeepSpeed checkpoint",
-        "zero_to_fp32.py",
-    ),
-    (
-        re.compile(r"model\.rank_?\d+\.pth?|.*rank_\d+.*\.pth?|.*[-_.](rank|shard)\d+\.pth?"),
-        "one torch.save file per rank",
-        "the trainer that wrote it",
-    ),
-    (
-        re.compile(r"consolidated\.\d\d\.pth"),
-        "Meta's Llama format, one file per model-parallel rank",
-        "Meta's llama code",
-    ),
-    (re.compile(r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt"), "an Orbax checkpoint", "JAX's orbax-checkpoint"),
-    (re.compile(r"\.snapshot_metadata"), "a torchsnapshot", "torchsnapshot's Snapshot.restore"),
-    (re.compile(r"mp_rank_\d+.*"), "a legacy Megatron checkpoint", "Megatron-LM's checkpoint tools"),
-    (
-        re.compile(r".*\.bin\.index\.json"),
-        "a transformers model in several torch.save files",
-        "transformers' from_pretrained",
-    ),
-    (re.compile(r".*\.nemo"), "a NeMo archive, which is a tar file", "NeMo's restore_from"),
-    (re.compile(r"recipe_state\.pt"), "a torchtune checkpoint", "torchtune's checkpointer"),
-    (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint", "TensorFlow's tf.train.load_checkpoint"),
-)
-_MEGATRON_ZARR = (
-    "metadata.json",
-    "a Megatron checkpoint of the zarr back end",
-    "A megatron-core that still has zarr, or NeMo's convert_zarr_to_torch_dist.py,",
-)
 
 
 class Part(NamedTuple):
-    """A checkpoint somewhere under a folder: its path below the folder ("" = the folder itself)."""
+    """A checkpoint somewhere under a folder.
+
+    Attributes:
+        name: its path below the folder; "" is the folder itself.
+        kind: what it is, for a person.
+        known: its format; None where it cannot be listed.
+    """
 
     name: str
     kind: str
-
-    @property
-    def is_dcp(self) -> bool:
-        """Whether it is a DCP directory, with or without its metadata."""
-        return self.kind.startswith("DCP")
+    known: KnownFormat | None
 
 
 def open_checkpoint(path: str | os.PathLike[str], also: Sequence[str | os.PathLike[str]] = ()) -> Checkpoint:
@@ -132,11 +95,10 @@ def open_part(location: Location, name: str) -> Checkpoint:
         return _open_file(location.storage, location.file)
     storage = location.storage.below(name) if name else location.storage
     files = part_files(Location(storage, None), "")
-    if is_dcp(files):
-        return open_dcp(storage, files)
-    if any(file.endswith((SUFFIX, INDEX_SUFFIX)) for file in files):
-        return open_safetensors(storage, files)
-    raise CheckpointNotFoundError(not_a_checkpoint(Location(storage, None)))
+    known = format_of(files)
+    if known is None:
+        raise CheckpointNotFoundError(not_a_checkpoint(Location(storage, None)))
+    return known.open(storage, files, "")
 
 
 def part_files(location: Location, name: str) -> dict[str, int]:
@@ -147,27 +109,14 @@ def part_files(location: Location, name: str) -> dict[str, int]:
 
 
 def part_path(location: Location, part: Part) -> str:
-    """Return the path that opens a part; for safetensors beside other things, its index or first file."""
-    files = part_files(location, part.name) if not part.name and not part.is_dcp else {}
-    name = min((file for file in files if file.endswith((INDEX_SUFFIX, SUFFIX))), key=len, default=part.name)
-    index = next((file for file in files if file.endswith(INDEX_SUFFIX)), name)
-    return join(location.storage.root, index)
+    """Return the path that opens a part; for one beside other things the file that names it."""
+    name = part.name
+    if not name and part.known:
+        name = part.known.place(part_files(location, ""))
+    return join(location.storage.root, name)
 
 
-def kind_of(files: Mapping[str, int]) -> str | None:
-    """Say what kind of checkpoint a folder with these files is, None if it is none dcptool reads."""
-    if METADATA in files:
-        return "DCP"
-    if rank_metadata(files):
-        return "DCP, rank-local metadata"
-    if is_dcp(files):
-        return "DCP data files without metadata"
-    if any(file.endswith((SUFFIX, INDEX_SUFFIX)) for file in files):
-        return "safetensors"
-    return None
-
-
-def find_parts(location: Location, below_dcp: bool = False) -> list[Part]:
+def find_parts(location: Location, below_whole: bool = False) -> list[Part]:
     """Find the checkpoints at a folder, the folder itself first, and in its subfolders at most MAX_PART_DEPTH deep.
 
     Hidden and temporary subfolders are not looked at. A subfolder that cannot be listed is a part too, so that opening
@@ -175,7 +124,8 @@ def find_parts(location: Location, below_dcp: bool = False) -> list[Part]:
 
     Args:
         location: the folder.
-        below_dcp: whether to look below a DCP directory too, but for steps; else it is the only part.
+        below_whole: whether to look below a checkpoint that fills the folder too, but for steps; else it is the only
+            part.
     """
     storage = location.storage
     parts: list[Part] = []
@@ -192,19 +142,19 @@ def find_parts(location: Location, below_dcp: bool = False) -> list[Part]:
             except StorageError:
                 if not folder:
                     raise
-                parts.append(Part(folder, "cannot be listed"))
+                parts.append(Part(folder, "cannot be listed", None))
                 continue
             prefix = f"{folder}/" if folder else ""
             files = {entry.name.removeprefix(prefix): entry.nbytes for entry in entries if not entry.is_dir}
-            kind = kind_of(files)
-            if kind:
-                parts.append(Part(folder, kind))
-            root_dcp = depth == 0 and is_dcp(files)
-            if root_dcp and not below_dcp:
+            known = format_of(files)
+            if known:
+                parts.append(Part(folder, known.kind_of(files) or "", known))
+            is_filled = depth == 0 and known is not None and known.format.owns_folder
+            if is_filled and not below_whole:
                 return parts
-            if not kind or depth == 0:
+            if not known or depth == 0:
                 names = [entry.name for entry in entries if entry.is_dir and not _is_passed_over(entry)]
-                deeper += [name for name in names if not root_dcp or step_number(name) is None]
+                deeper += [name for name in names if not is_filled or step_number(name) is None]
         level = deeper
     return parts
 
@@ -214,9 +164,8 @@ def not_a_checkpoint(location: Location) -> str:
     files = part_files(location, "")
     names = sorted(entry.name for entry in location.storage.entries())
     root = location.storage.root
-    single = [name for name in sorted(files) if name.endswith(_TORCH_SUFFIXES)]
-    zarr = megatron_backend(location.storage, files) == "zarr"
-    found, what, tool = _MEGATRON_ZARR if zarr else _looks_like(names)
+    single = [name for name in sorted(files) if name.endswith(SUFFIXES)]
+    found, what, tool = looks_like(names, megatron_backend(location.storage, files) == "zarr")
     if found:
         also = f"; dcptool shows one file at a time: {join(root, single[0])}" if single else "."
         return f"{root} is no DCP checkpoint: {found} looks like {what}.\n{tool} reads it{also}"
@@ -231,15 +180,6 @@ def not_a_checkpoint(location: Location) -> str:
     )
 
 
-def _looks_like(names: Sequence[str]) -> tuple[str, str, str]:
-    """Return the file or folder that tells, what it looks like and what reads that; empty if none is recognised."""
-    for pattern, what, tool in _OTHER_TOOLS:
-        found = next(filter(pattern.fullmatch, names), None)
-        if found:
-            return found, what, tool
-    return "", "", ""
-
-
 def _is_passed_over(entry: DirEntry) -> bool:
     """Tell whether a folder is hidden, somebody's work in progress, or a link that only points at a step."""
     name = entry.name.rpartition("/")[2]
@@ -252,22 +192,11 @@ def _open_file(storage: Storage, name: str) -> Checkpoint:
     nbytes = storage.size(name)
     if nbytes is None:
         raise StorageError(f"{path} is not a regular file")
-    if name == METADATA or name in rank_metadata({name: 0}):
-        return open_dcp(storage, part_files(Location(storage, None), ""))
-    if data_file_rank(name) is not None:
-        raise UnsupportedError(f"{path} is one data file of a DCP checkpoint; name its folder: {storage.root}")
-    if name.endswith(INDEX_SUFFIX):
-        return open_safetensors(storage, part_files(Location(storage, None), ""), name)
-    start = storage.read(name, 0, min(nbytes, 512))
-    if start.startswith(b"PK\x03\x04"):
-        return open_torch_save(storage, name, nbytes)
-    if start.startswith(LEGACY_MAGIC[:13]):
-        raise UnsupportedError(
-            f"{path} was written by torch.save before 1.6 (or with the old format asked for), which is no zip.\n"
-            "Load it with torch.load and save it again."
-        )
-    if start[8:9] == b"{" or name.endswith(SUFFIX):
-        return open_safetensors(storage, {name: nbytes}, name)
+    start = storage.read(name, 0, min(nbytes, HEAD_NBYTES))
+    known = next((known for known in FORMATS if known.is_file(name, start)), None)
+    if known:
+        files = part_files(Location(storage, None), "") if known.kind_of({name: nbytes}) else {}
+        return known.open(storage, {**files, name: nbytes}, name)
     if start[257:262] == b"ustar" or name.endswith(".nemo"):
         raise UnsupportedError(f"{path} is a tar archive, as NeMo's .nemo files are; unpack it and name the folder")
     if name.endswith(".bin.index.json"):

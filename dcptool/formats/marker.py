@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from dcptool.checkpoint.findings import Finding, Severity
 from dcptool.errors import DcptoolError, StorageError
-from dcptool.storage import Storage, is_temporary
+from dcptool.storage import Storage
 from dcptool.words import bytes_words
 
 NAME = "_COMPLETE"
@@ -26,7 +26,6 @@ NEGATIVE = (".incomplete", "INCOMPLETE", "_INCOMPLETE", ".in_progress", "IN_PROG
 NEGATIVE_SUFFIX = "-unfinished"
 """A sibling named like the checkpoint with this added says that it is being written."""
 MAX_MARKER_NBYTES = 256 << 20
-_FILES_OF_CHECKPOINTS = (".metadata", ".distcp", ".safetensors", ".index.json", "metadata.json")
 
 
 class Marker(NamedTuple):
@@ -61,17 +60,6 @@ class Marker(NamedTuple):
         """Return the bytes of the marker's file."""
         fields = {name: value for name, value in self._asdict().items() if name != "name" and value not in (None, {})}
         return json.dumps({"schema": SCHEMA, **fields}, indent=1, sort_keys=False).encode() + b"\n"
-
-
-def name_problem(name: str) -> str:
-    """Say why a marker's file cannot have this name, "" if it can: it must hide no file of a checkpoint."""
-    if not name.strip() or name in (".", "..") or not name.isprintable() or "/" in name or "\\" in name:
-        return f"{name!r} is no plain file name"
-    if name.startswith("__") or is_temporary(name) or name.endswith((*_FILES_OF_CHECKPOINTS, NEGATIVE_SUFFIX)):
-        return f"{name!r} is a name that files of checkpoints have"
-    if name in NEGATIVE:
-        return f"{name!r} says that a checkpoint is being written"
-    return ""
 
 
 def read_marker(storage: Storage, files: Mapping[str, int], name: str = NAME) -> tuple[Marker | None, list[Finding]]:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from dcptool.errors import DcptoolError, WorkerError
-from dcptool.formats.dcp.reader import METADATA
+from dcptool.formats.dcp.format import METADATA
 from dcptool.formats.marker import NAME
 from dcptool.groups.group import Group
 from dcptool.ops.reshard.member import Audience, Resharded, bug, run_member

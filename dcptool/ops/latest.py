@@ -132,6 +132,6 @@ def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[str], opti
 def _part_names(storage: Storage, step: str) -> frozenset[str]:
     """Return the parts of another step, none if it cannot be listed: that says nothing of this one."""
     try:
-        return frozenset(part.name for part in find_parts(Location(storage.below(step), None), below_dcp=True))
+        return frozenset(part.name for part in find_parts(Location(storage.below(step), None), below_whole=True))
     except DcptoolError:
         return frozenset()

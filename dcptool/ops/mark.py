@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 from dcptool.checks.check import Level
 from dcptool.errors import ItemError, OutputExistsError, UnsupportedError
-from dcptool.formats.dcp.reader import METADATA, rank_metadata
-from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, Marker, is_marker, name_problem, sha256
-from dcptool.formats.safetensors.reader import INDEX_SUFFIX
+from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, Marker, is_marker, sha256
+from dcptool.formats.table import is_metadata, is_own_name
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions, judge
 from dcptool.runs.directory import runs_at
-from dcptool.storage import Location, Progress, join, locate, walk
+from dcptool.storage import Location, Progress, is_temporary, join, locate, walk
 
 
 class Marked(NamedTuple):
@@ -75,6 +74,17 @@ def mark_complete(
     return Marked(join(location.path, marker), made, verdict)
 
 
+def name_problem(name: str) -> str:
+    """Say why a marker's file cannot have this name, "" if it can: it must hide no file of a checkpoint."""
+    if not name.strip() or name in (".", "..") or not name.isprintable() or "/" in name or "\\" in name:
+        return f"{name!r} is no plain file name"
+    if is_temporary(name) or name.endswith(NEGATIVE_SUFFIX) or is_own_name(name):
+        return f"{name!r} is a name that files of checkpoints have"
+    if name in NEGATIVE:
+        return f"{name!r} says that a checkpoint is being written"
+    return ""
+
+
 def make_marker(location: Location, verdict: Verdict, name: str, checksums: bool) -> Marker:
     """Describe the files of a folder as they are now; who saved them, and how long it took, an old marker knows."""
     storage = location.storage
@@ -91,12 +101,7 @@ def make_marker(location: Location, verdict: Verdict, name: str, checksums: bool
         old.save_seconds if old else None,
         old.blocked_seconds if old else None,
         save_id=next((part.save_id for part in verdict.parts if part.save_id), None),
-        metadata_sha256={file: sha256(storage, file, files[file]) for file in files if _is_metadata(file)},
+        metadata_sha256={file: sha256(storage, file, files[file]) for file in files if is_metadata(file)},
         files=files,
         sha256={file: sha256(storage, file, nbytes) for file, nbytes in files.items()} if checksums else {},
     )
-
-
-def _is_metadata(file: str) -> bool:
-    name = file.rpartition("/")[2]
-    return name == METADATA or bool(rank_metadata({name: 0})) or name.endswith(INDEX_SUFFIX)

@@ -8,15 +8,13 @@ from typing import NamedTuple
 
 from dcptool.checkpoint.steps import step_order
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError, UnsupportedError
-from dcptool.formats.dcp.reader import METADATA
-from dcptool.formats.marker import FOREIGN, NAME
-from dcptool.formats.safetensors.reader import INDEX_SUFFIX
+from dcptool.formats.table import vouching
 from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions, judge
 from dcptool.ops.verify.verify import verify
 from dcptool.runs.activity import last_written, list_files, negative_sign
 from dcptool.runs.directory import Run, listed, runs_at
 from dcptool.runs.pointers import read_pointers
-from dcptool.storage import DirEntry, Storage, base_name, join, locate, walk
+from dcptool.storage import DirEntry, Storage, join, locate, walk
 
 UNREAD_KINDS = frozenset({"unreadable", "unsupported", "unsupported-item", "bad-metadata"})
 """Findings that say that something could not be read now, here: it may be whole."""
@@ -309,11 +307,8 @@ def _delete(storage: Storage, name: str, marker: str) -> str:
         Why that failed, "" if it did not.
     """
     step = storage.below(name)
-    files = [entry.name for entry in walk(step)]
-    markers = [file for file in files if base_name(file) in (marker, NAME, *FOREIGN)]
-    metadata = [file for file in files if file.endswith((METADATA, INDEX_SUFFIX))]
     try:
-        for file in [*markers, *metadata]:
+        for file in vouching((entry.name for entry in walk(step)), marker):
             step.delete(file)
         storage.delete_folder(name)
     except StorageError as error:

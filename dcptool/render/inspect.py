@@ -94,7 +94,7 @@ def _checkpoint_text(checkpoint: CheckpointSummary, report: StatsReport | None) 
     facts = [
         ["format", shown(checkpoint.flavour) + evidence],
         ["state", checkpoint.state + _state_hint(checkpoint, report)],
-        *([["world size", size]] if checkpoint.world_size or checkpoint.format == "dcp" else []),
+        *([["world size", size]] if checkpoint.world_size or checkpoint.saved_by_ranks else []),
         ["files", f"{plural(n_files, 'file')}, {nbytes(checkpoint.nbytes)}"],
         [
             "content",

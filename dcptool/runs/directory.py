@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from dcptool.checkpoint.steps import in_step_order, step_number
 from dcptool.errors import CheckpointNotFoundError, StorageError
-from dcptool.formats.dcp.reader import is_dcp
-from dcptool.formats.detect import find_parts, kind_of, part_files
+from dcptool.formats.detect import find_parts, part_files
+from dcptool.formats.table import fills_folder
 from dcptool.storage import DirEntry, Location, Storage, base_name, join
 
 _WRAPPER_DEPTH = 2
@@ -54,7 +54,7 @@ def runs_at(location: Location) -> list[Run]:
     """Return the run directory at a location, or those below it; none if it is a checkpoint or there are no steps."""
     if location.file is not None:
         return []
-    return [] if is_dcp(part_files(location, "")) else find_runs(location)
+    return [] if fills_folder(part_files(location, "")) else find_runs(location)
 
 
 def run_at(location: Location) -> Run | None:
@@ -120,13 +120,12 @@ def _steps(storage: Storage, folder: str, names: Iterable[str]) -> tuple[str, ..
 
 
 def _holds_steps(storage: Storage, folder: str) -> bool:
-    """Tell whether a folder named by a number is a run directory itself: no DCP, but steps with checkpoints in it."""
+    """Tell whether a folder named by a number is a run directory itself, with checkpoints in its steps."""
     try:
         entries = storage.entries(folder)
     except (CheckpointNotFoundError, StorageError):
         return False
-    kind = kind_of({base_name(entry.name): entry.nbytes for entry in entries if not entry.is_dir})
-    if kind and kind.startswith("DCP"):
+    if fills_folder({base_name(entry.name): entry.nbytes for entry in entries if not entry.is_dir}):
         return False
     steps = in_step_order(_names_of_folders(entries))
     inside = (_below(step, part) for step in steps for part in _part_names(storage, _below(folder, step)))

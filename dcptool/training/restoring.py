@@ -21,7 +21,6 @@ from dcptool.formats.detect import open_checkpoint
 from dcptool.ops.diff import live
 from dcptool.ops.diff.diff import compare
 from dcptool.ops.diff.results import DiffReport
-from dcptool.ops.inspect.summary import world_size
 from dcptool.ops.latest import find_latest
 from dcptool.ops.verify.verdict import State, Verdict
 from dcptool.runs.activity import UNFINISHED_KINDS
@@ -211,7 +210,7 @@ def _restore(step: int, path: str, state: TrainState, ranks: Ranks, strict: bool
     for found in per_rank:
         if found.missing or found.unused:
             _warn(ranks, f"{path}: {per_rank_words(found)}")
-    return Restored(step, path, world_size(checkpoint), per_rank, (), tuple(ignored))
+    return Restored(step, path, checkpoint.world_size, per_rank, (), tuple(ignored))
 
 
 def _load(tree: dict[str, Any], checkpoint: Checkpoint, ranks: Ranks, strict: bool) -> None:

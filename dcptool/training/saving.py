@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, ItemError, OutputExistsError
-from dcptool.formats.dcp.reader import METADATA, data_file_rank, rank_metadata
+from dcptool.formats.dcp.format import METADATA, data_file_rank, rank_metadata
 from dcptool.formats.marker import FOREIGN, NAME, Marker
 from dcptool.ops.mark import make_marker
 from dcptool.ops.prune import Deleted, delete_steps, make_plan
@@ -70,7 +70,7 @@ def make_room(root: str, step: int) -> None:
         return
     folder = storage.below(name)
     files = [entry.name.removeprefix(f"{name}/") for entry in entries if not entry.is_dir]
-    metadata = [METADATA, f"{METADATA}.tmp", *rank_metadata(dict.fromkeys(files, 0))]
+    metadata = [METADATA, f"{METADATA}.tmp", *rank_metadata(files)]
     for chosen in ((NAME, *FOREIGN), metadata, [file for file in files if data_file_rank(file) is not None]):
         for file in sorted(set(files) & set(chosen)):
             folder.delete(file)

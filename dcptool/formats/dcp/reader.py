@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,47 +13,35 @@ from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.format import Variant
 from dcptool.checkpoint.regions import volume
-from dcptool.errors import CheckpointNotFoundError, MetadataError, StorageError
+from dcptool.errors import CheckpointNotFoundError, MetadataError, StorageError, UnsupportedError
 from dcptool.formats.dcp.build import View, build
+from dcptool.formats.dcp.format import DCP, METADATA, data_file_rank, metadata_names, metadata_rank, rank_metadata
 from dcptool.formats.dcp.items import DcpSource
 from dcptool.formats.dcp.metadata import Records, check_pickle_start, read_records
 from dcptool.storage import Storage, join
 
-METADATA = ".metadata"
 MAX_METADATA_NBYTES = 8 << 30
-_RANK_METADATA = re.compile(r"__(\d+)\.metadata")
-_DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp")
 
 
-def rank_metadata(files: Mapping[str, int]) -> list[str]:
-    """Return the names of rank-local metadata files, in rank order."""
-    return sorted(filter(_RANK_METADATA.fullmatch, files), key=lambda name: int(name[2 : -len(".metadata")]))
-
-
-def data_file_rank(name: str) -> int | None:
-    """Return the rank R of a data file `__R_N.distcp`, None for other names."""
-    match = _DATA_FILE.fullmatch(name.rpartition("/")[2])
-    return int(match[1]) if match else None
-
-
-def is_dcp(files: Mapping[str, int]) -> bool:
-    """Tell whether a folder holds the metadata or at least the data files of a DCP checkpoint."""
-    return METADATA in files or bool(rank_metadata(files)) or any(data_file_rank(name) is not None for name in files)
-
-
-def open_dcp(storage: Storage, files: Mapping[str, int]) -> Checkpoint:
+def open_dcp(storage: Storage, files: Mapping[str, int], name: str = "") -> Checkpoint:
     """Open a DCP directory by reading its metadata.
 
     Args:
         storage: the folder.
         files: name → size in bytes of what is in it.
+        name: of the metadata, if that was named; it stands for the folder.
 
     Raises:
         CheckpointNotFoundError: there are data files but no metadata: the save never finished.
         MetadataError: the metadata cannot be read.
+        UnsupportedError: one data file was named.
     """
-    names = [METADATA] if METADATA in files else rank_metadata(files)
+    if data_file_rank(name) is not None:
+        path = join(storage.root, name)
+        raise UnsupportedError(f"{path} is one data file of a DCP checkpoint; name its folder: {storage.root}")
+    names = metadata_names(files)
     if not names:
         raise CheckpointNotFoundError(_unfinished(storage, files))
     with collector_paused():
@@ -68,12 +55,12 @@ def open_dcp(storage: Storage, files: Mapping[str, int]) -> Checkpoint:
         problems += _rank_gaps(storage.root, names, files)
     evidence = list(dict.fromkeys(phrase for records in parts.values() for phrase in records.evidence))
     extra = next(iter(parts.values())).extra
-    flavour, more = _flavour(storage, files, view, names, extra)
+    flavour, variant, more = _flavour(storage, files, view, names, extra)
     source = DcpSource(storage)
     return Checkpoint(
         storage.root,
         "",
-        "dcp",
+        DCP,
         flavour,
         (*more, *evidence),
         view.entries,
@@ -85,6 +72,7 @@ def open_dcp(storage: Storage, files: Mapping[str, int]) -> Checkpoint:
         extra,
         next(iter(parts.values())).save_id,
         frozenset().union(*(records.requires_grad for records in parts.values())),
+        variant,
     )
 
 
@@ -152,7 +140,7 @@ def _unfinished(storage: Storage, files: Mapping[str, int]) -> str:
 
 def _rank_gaps(root: str, names: list[str], files: Mapping[str, int]) -> list[Finding]:
     """Name the ranks without metadata: those below the highest that has some, and those that left data."""
-    ranks = {int(name[2 : -len(".metadata")]) for name in names}
+    ranks = {rank for name in names if (rank := metadata_rank(name)) is not None}
     with_data = {data_file_rank(name) for name, nbytes in files.items() if nbytes} - {None} - ranks
     n_below = max(ranks) + 1 - len(ranks)
     n_missing = n_below + sum(rank is not None and rank > max(ranks) for rank in with_data)
@@ -167,11 +155,12 @@ def _rank_gaps(root: str, names: list[str], files: Mapping[str, int]) -> list[Fi
 
 def _flavour(
     storage: Storage, files: Mapping[str, int], view: View, names: list[str], extra: Mapping[str, Any]
-) -> tuple[str, list[str]]:
-    """Name the software or variant, and what tells so."""
+) -> tuple[str, Variant, list[str]]:
+    """Name the software or variant, what follows from it, and what tells so."""
     evidence: list[str] = []
     backend = megatron_backend(storage, files)
-    if backend or "all_local_plans" in extra:
+    is_megatron = backend is not None or "all_local_plans" in extra
+    if is_megatron:
         evidence += [f'metadata.json says "{backend}"'] if backend else []
         evidence += ["all_local_plans in .metadata"] if "all_local_plans" in extra else []
         flavour = f"Megatron {backend or 'torch_dist'}"
@@ -182,13 +171,14 @@ def _flavour(
     if names != [METADATA]:
         flavour += ", rank-local metadata"
         evidence.append(f"{len(names)} × __R.metadata, no .metadata: saved with use_collectives=False")
-    if _is_safetensors(view):
+    shares_places = _is_safetensors(view)
+    if shares_places:
         flavour += ", SAFETENSORS serialization"
         evidence.append("items are as long as their values")
     codecs = {name for transforms in view.table.transforms for name in transforms}
     if codecs:
         evidence.append(f"items went through {', '.join(sorted(codecs))}")
-    return flavour, evidence
+    return flavour, Variant(is_megatron, is_megatron, shares_places), evidence
 
 
 def megatron_backend(storage: Storage, files: Mapping[str, int]) -> str | None:

@@ -21,11 +21,12 @@ from dcptool.checkpoint.extents import Ints
 from dcptool.checkpoint.regions import Box, volume
 from dcptool.checkpoint.selection import SelectedObject, SelectedTensor, Selection
 from dcptool.checkpoint.steps import step_number
-from dcptool.copying.outputs import Fill, Literal, OutputFile, Part, Verbatim
+from dcptool.copying.outputs import Fill, LaidOut, Literal, OutputFile, Part, Verbatim, Wanted
 from dcptool.errors import LayoutError
 from dcptool.formats.dcp import printing
+from dcptool.formats.dcp.format import DCP, METADATA, data_file_rank
 from dcptool.formats.dcp.printing import Place
-from dcptool.formats.dcp.reader import METADATA, collector_paused, data_file_rank
+from dcptool.formats.dcp.reader import collector_paused
 from dcptool.formats.marker import NAME, Marker
 from dcptool.formats.torch_save.graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
 from dcptool.formats.torch_save.zip_write import Member, Template, lay_out_zip, template
@@ -56,6 +57,17 @@ class DcpLayout(NamedTuple):
     files: tuple[OutputFile, ...]
     last: tuple[OutputFile, ...]
     notes: tuple[str, ...]
+
+
+def lay_out(checkpoint: Checkpoint, selection: Selection, wanted: Wanted) -> LaidOut:
+    """Lay out a selection in a folder; errors as of `lay_out_dcp`."""
+    empty: set[str] = set()
+    if checkpoint.format.holds_empty_dicts:
+        empty = {item.entry.fqn for item in selection.objects if checkpoint.value(item.entry.fqn) == {}}
+    notes = [f"{len(empty)} empty dicts are left out, as torch does"] if empty else []
+    kept = selection._replace(in_order=tuple(item for item in selection.in_order if item.entry.fqn not in empty))
+    found = lay_out_dcp(checkpoint, kept, wanted.path)
+    return LaidOut(found.files, False, len(kept.objects), (), (*notes, *found.notes), last=found.last)
 
 
 @collector_paused()
@@ -132,7 +144,7 @@ _Item = tuple[SelectedTensor | SelectedObject, Box | None]
 
 def _as_stored(checkpoint: Checkpoint, selection: Selection) -> Arrangement:
     """Keep the boxes, the files and the order in them of a DCP source; put what others hold whole into one file."""
-    if checkpoint.format != "dcp":
+    if checkpoint.format is not DCP:
         whole = [(item.name, _whole(item)) for item in selection.in_order]
         return Arrangement({"__0_0.distcp": whole}, {name: [box] if box else [] for name, box in whole})
     found: dict[str, list[tuple[int, int, tuple[str, Box | None]]]] = {}

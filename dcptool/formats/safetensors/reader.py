@@ -16,16 +16,14 @@ from dcptool.checkpoint.chunks import ChunkTable
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Ints, Payload, Record
 from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.format import Variant
 from dcptool.checkpoint.regions import Box, contiguous_strides, volume
 from dcptool.errors import CheckpointNotFoundError, MetadataError, UnsupportedError
+from dcptool.formats.safetensors.format import SAFETENSORS, SUFFIX, is_index, shard_number
 from dcptool.formats.safetensors.header import Header, read_header
 from dcptool.storage import Storage, is_inside, join
 
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
-SHARDS_FLAVOUR = "safetensors, HuggingFace DCP shards"
 MAX_INDEX_NBYTES = 1 << 30
-_SHARD = re.compile(r"shard-(\d{5})-")
 _OF_SEVERAL = re.compile(r"(?:shard-\d{5}-)?(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _MAX_NAMED = 20
 
@@ -73,9 +71,9 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
     Raises:
         MetadataError: a header or the index cannot be read.
     """
-    index = name if name.endswith(INDEX_SUFFIX) else ""
+    index = name if is_index(name) else ""
     if not name:
-        indexes = sorted(file for file in files if file.endswith(INDEX_SUFFIX))
+        indexes = sorted(filter(is_index, files))
         if len(indexes) > 1:
             paths = ", ".join(join(storage.root, file) for file in indexes)
             raise CheckpointNotFoundError(f"{storage.root} holds {len(indexes)} safetensors indexes; name one: {paths}")
@@ -100,14 +98,14 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
         entries[fqn] = _entry(fqn, chunks, table, problems)
     flavour, evidence = "safetensors", [f"{len(headers)} file{'s' * (len(headers) != 1)} with safetensors headers"]
     if sharded:
-        flavour = SHARDS_FLAVOUR
+        flavour = "safetensors, HuggingFace DCP shards"
         evidence.append("DCP_SHARDING_INFO in the headers: HuggingFaceStorageWriter")
     if index:
         evidence.append(index)
     return Checkpoint(
-        storage.root, name, "safetensors", flavour, tuple(evidence), entries, own, table, storage,
+        storage.root, name, SAFETENSORS, flavour, tuple(evidence), entries, own, table, storage,
         SafetensorsSource(storage), tuple(problems),
-        {"metadata": {file: header.metadata for file, header in headers.items()}},
+        {"metadata": {file: header.metadata for file, header in headers.items()}}, variant=Variant(open_shapes=sharded),
     )  # fmt: skip
 
 
@@ -137,7 +135,7 @@ def _headers(
 
 def _missing_shards(headers: Mapping[str, Header]) -> list[Finding]:
     """Name the ranks between the first and the last whose files are missing; that the last are, nothing tells."""
-    ranks = {int(match[1]) for file in headers if (match := _SHARD.match(file))}
+    ranks = {number for file in headers if (number := shard_number(file)) is not None}
     if not ranks or len(ranks) == max(ranks):
         return []
     missing = [rank for rank in range(1, max(ranks)) if rank not in ranks]

@@ -6,17 +6,54 @@ Source: the safetensors format (a length, a JSON header, the values); huggingfac
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from dcptool.checkpoint import dtypes
+from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.extents import Ints
-from dcptool.checkpoint.selection import SelectedTensor
-from dcptool.copying.outputs import Fill, Literal, OutputFile
-from dcptool.errors import UnsupportedError
+from dcptool.checkpoint.selection import SelectedObject, SelectedTensor, Selection
+from dcptool.copying.outputs import Fill, LaidOut, Literal, OutputFile, Wanted
+from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
+from dcptool.formats.safetensors.format import SUFFIX
+from dcptool.pickles import plain
 
 INDEX = "model.safetensors.index.json"
+OBJECTS_FILE = "objects.json"
 _ALIGNMENT = 8
+
+
+def lay_out(checkpoint: Checkpoint, selection: Selection, wanted: Wanted) -> LaidOut:
+    """Lay out tensors in one file, or in a folder with objects beside them as JSON.
+
+    Raises:
+        UnsupportedError: a dtype, or an object, has no form there.
+        LayoutError: objects are selected and the output is one file.
+    """
+    tensors = selection.tensors
+    require_supported(tensors)
+    is_file = wanted.path.endswith(SUFFIX)
+    if is_file:
+        files = [one_file(wanted.path.rpartition("/")[2], tensors)]
+    else:
+        files = sharded(tensors, wanted.max_shard_nbytes)
+    if selection.objects:
+        if is_file:
+            raise LayoutError(
+                f"objects go into a file beside the tensors: name a folder, such as {wanted.path.removesuffix(SUFFIX)}"
+            )
+        files.append(_objects_file(checkpoint, selection.objects))
+    last = tuple(file for file in files if file.name == INDEX)
+    others = tuple(file for file in files if file.name != INDEX)
+    notes = ("bytes are copied, no architecture is mapped: names and shapes are those of the source",)
+    return LaidOut(others, is_file, len(selection.objects), (), notes, _open_all, last)
+
+
+def keeping(path: str) -> str:
+    """Say what `--objects keep` does for output at a path, and what it needs there."""
+    folder = f" and a folder such as {path.removesuffix(SUFFIX)}" if path.endswith(SUFFIX) else ""
+    return f"{folder} writes them beside tensors"
 
 
 def require_supported(tensors: Sequence[SelectedTensor]) -> None:
@@ -88,3 +125,49 @@ def _shape(tensor: SelectedTensor) -> Ints:
     if tensor.dtype == "float4_e2m1fn_x2" and shape:
         return (*shape[:-1], shape[-1] * 2)
     return shape
+
+
+def _objects_file(checkpoint: Checkpoint, objects: Sequence[SelectedObject]) -> OutputFile:
+    """Return the objects as JSON; only plain values have such a form.
+
+    Raises:
+        UnsupportedError: one of them has none.
+    """
+    values = {}
+    for item in objects:
+        try:
+            values[item.name] = _plain(checkpoint.value(item.entry.fqn))
+        except (ValueError, UnsupportedError, ItemError) as error:
+            hint = f"Leave it out with --exclude {item.entry.fqn!r}, or all with --objects skip."
+            raise UnsupportedError(f"{item.entry.fqn!r} has no form in JSON: {error}\n{hint}") from error
+    text = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+    return OutputFile(OBJECTS_FILE, len(text), [Literal(text)])
+
+
+def _plain(value: object) -> object:
+    shown = plain.to_json(value)
+    if shown is None and value is not None:
+        raise ValueError(f"it is {value}" if isinstance(value, float) else f"it is a {type(value).__name__}")
+    return shown
+
+
+def _open_all(path: str) -> None:
+    """Open safetensors output with the safetensors library.
+
+    Raises:
+        ItemError: it does not open.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if "://" in path:
+        return
+    names = [path] if os.path.isfile(path) else [os.path.join(path, name) for name in sorted(os.listdir(path))]
+    for name in names:
+        if name.endswith((".json", ".pt")):
+            continue
+        try:
+            with safe_open(name, framework="np") as opened:
+                for key in opened.keys():  # noqa: SIM118
+                    opened.get_slice(key).get_shape()
+        except (SafetensorError, DcptoolError) as error:
+            raise ItemError(f"what was written is no safetensors file: {error}; this is a bug") from error

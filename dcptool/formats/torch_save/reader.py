@@ -20,6 +20,7 @@ from dcptool.checkpoint.findings import Finding, Severity
 from dcptool.checkpoint.regions import is_contiguous, volume
 from dcptool.errors import DcptoolError, ItemError, MetadataError, UnsupportedError
 from dcptool.formats.torch_save import items as torch_items
+from dcptool.formats.torch_save.format import LEGACY_MAGIC, TORCH_SAVE, is_legacy
 from dcptool.formats.torch_save.zip import TorchZip
 from dcptool.pickles import inert, plain
 from dcptool.pickles.emit import emit
@@ -28,8 +29,6 @@ from dcptool.pickles.tensors import TensorView, tensor_view
 from dcptool.storage import Storage, join
 
 MAX_DEPTH = 60
-LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-
 MAX_KEY_CHARS = 10_000
 ROOT_NAME = "."
 """Name of the entry when the file holds one value that is no dict."""
@@ -79,14 +78,25 @@ class TorchSaveSource:
         self._storage.read_into(record.item.file, record.byte_offset + byte_offset, out)
 
 
-def open_torch_save(storage: Storage, name: str, nbytes: int) -> Checkpoint:
+def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Checkpoint:
     """Open a `.pt` file by reading its zip directory and its pickle.
+
+    Args:
+        storage: the folder it is in.
+        files: its name → its size in bytes.
+        name: of the file.
 
     Raises:
         UnsupportedError: it is of the format before torch 1.6, which is no zip.
         MetadataError: its zip or pickle is damaged, or it is a TorchScript archive.
     """
     path = join(storage.root, name)
+    nbytes = files[name]
+    if is_legacy(storage.read(name, 0, min(nbytes, len(LEGACY_MAGIC)))):
+        raise UnsupportedError(
+            f"{path} was written by torch.save before 1.6 (or with the old format asked for), which is no zip.\n"
+            "Load it with torch.load and save it again."
+        )
     item = Extent(name, 0, nbytes)
     try:
         archive = TorchZip(lambda at, n: storage.read(name, at, n), nbytes)
@@ -117,7 +127,7 @@ def open_torch_save(storage: Storage, name: str, nbytes: int) -> Checkpoint:
     problems += _storage_notes(source.views, name)
     evidence = ("a torch.save zip",)
     return Checkpoint(
-        storage.root, name, "torch_save", "torch.save", evidence, entries, {name: nbytes}, table, storage, source,
+        storage.root, name, TORCH_SAVE, "torch.save", evidence, entries, {name: nbytes}, table, storage, source,
         tuple(problems),
     )  # fmt: skip
 

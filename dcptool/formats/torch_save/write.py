@@ -9,7 +9,7 @@ from typing import Any
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.selection import Path, SelectedObject, SelectedTensor, Selection
-from dcptool.copying.outputs import Fill, Literal, OutputFile, Verbatim
+from dcptool.copying.outputs import Fill, LaidOut, Literal, OutputFile, Verbatim, Wanted
 from dcptool.errors import LayoutError
 from dcptool.formats.torch_save.graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
 from dcptool.formats.torch_save.zip_write import Member, lay_out_zip
@@ -17,6 +17,14 @@ from dcptool.pickles.emit import emit
 
 MAX_LIST = 1 << 24
 """Longest list a path may ask for, and most places that are filled up in all lists together."""
+
+
+def lay_out(checkpoint: Checkpoint, selection: Selection, wanted: Wanted) -> LaidOut:
+    """Lay out a selection in one file; errors as of `one_file`."""
+    is_flat = all(item.path is None for item in selection.in_order)
+    notes = ("the source records no nesting: names are kept flat",) if is_flat and wanted.nesting == "auto" else ()
+    file = one_file(checkpoint, wanted.path.rpartition("/")[2], selection, wanted.nesting == "flat")
+    return LaidOut((file,), True, len(selection.objects), (), notes)
 
 
 def one_file(checkpoint: Checkpoint, name: str, selection: Selection, flat: bool) -> OutputFile:

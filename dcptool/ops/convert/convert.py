@@ -14,6 +14,7 @@ from dcptool.checkpoint.findings import Finding, Severity
 from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.checks.check import Level, check
 from dcptool.copying.engine import copy, default_threads, memory_nbytes
+from dcptool.copying.outputs import Wanted
 from dcptool.copying.publishing import prepare, require_place
 from dcptool.errors import ItemError, UnsupportedError
 from dcptool.formats.detect import found_below, open_checkpoint
@@ -150,7 +151,9 @@ def convert(
         skip_corrupt=options.skip_corrupt,
         hint="" if options.skip_corrupt else LEAVES_OUT,
     )
-    layout = lay_out(checkpoint, selection, to, path, options.objects, options.nesting, options.max_shard_nbytes)
+    layout = lay_out(
+        checkpoint, selection, to, Wanted(path, options.objects, options.nesting, options.max_shard_nbytes)
+    )
     every = (*layout.files, *layout.last)
     nbytes = sum(file.nbytes for file in every)
     threads = options.threads or default_threads()

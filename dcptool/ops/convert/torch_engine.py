@@ -77,8 +77,8 @@ def torch_problem(source: str, target: str, to: str) -> str:
     if is_url(source) or is_url(target):
         return "torch converts on local disks only; --engine stream (the default) reads and writes URLs"
     theirs = open_checkpoint(source).format
-    if (theirs, to) not in _PAIRS or is_one_file(to, target) != (to != "dcp"):
-        to = "safetensors in a folder" if to == "safetensors" and theirs == "dcp" else to
+    if (theirs.name, to) not in _PAIRS or is_one_file(to, target) != (to != "dcp"):
+        to = "safetensors in a folder" if to == "safetensors" and theirs.loads_in_torch else to
         return (
             f"torch converts DCP to a .pt or .safetensors file, and .pt to DCP, not {theirs} to {to}; "
             "--engine stream (the default) does"

@@ -80,7 +80,7 @@ class Access:
 
     def forget(self, records: Iterable[Record]) -> None:
         """Forget records that no other tensor has: in a DCP every chunk has one of its own."""
-        if self.checkpoint.format == "dcp":
+        if self.checkpoint.format.items_apart:
             for record in records:
                 self._looked_at.pop(record, None)
 
@@ -179,7 +179,7 @@ class SideReader:
             UnreadableError: it is damaged or not what the metadata says.
         """
         chunk = self.entry.chunks[index]
-        if self.access.checkpoint.format != "dcp" or chunk.item is None or chunk.item.transforms:
+        if not self.access.checkpoint.format.items_apart or chunk.item is None or chunk.item.transforms:
             return False
         with unreadable(self.access, self.entry, chunk):
             return self._payload(index, chunk).record.item == chunk.item

@@ -119,7 +119,7 @@ class _Stored:
     @cached_property
     def _graph(self) -> tuple[Any, dict[str, Record]]:
         with self._reading():
-            if self.access.checkpoint.format == "dcp" and not self.item.transforms:
+            if self.access.checkpoint.format.items_apart and not self.item.transforms:
                 pickled = TorchZip(partial(_read, self._storage, self.item), self.item.nbytes).member("data.pkl")
                 if pickled.nbytes > MAX_PICKLE_NBYTES:
                     raise ItemError(f"its pickle of {pickled.nbytes:,} bytes is too large to compare")
@@ -161,7 +161,7 @@ def _read(storage: Storage, item: Extent, start: int, nbytes: int) -> bytes:
 
 def _same_items(a: _Stored, b: _Stored) -> bool:
     """Tell whether both are the same bytes in a DCP file; of a `.pt` file an item is all of it."""
-    if not a.access.checkpoint.format == b.access.checkpoint.format == "dcp":
+    if not (a.access.checkpoint.format.items_apart and b.access.checkpoint.format.items_apart):
         return False
     if (a.item.nbytes, a.item.transforms) != (b.item.nbytes, b.item.transforms):
         return False

@@ -30,7 +30,7 @@ def side_of(checkpoint: Checkpoint) -> Side:
     """Return what a report says of a side as a whole."""
     nbytes = sum(entry.nbytes for entry in checkpoint.tensors.values())
     counts = len(checkpoint.tensors), len(checkpoint.objects)
-    return Side(checkpoint.path, checkpoint.format, checkpoint.flavour, *counts, nbytes)
+    return Side(checkpoint.path, checkpoint.format.name, checkpoint.flavour, *counts, nbytes)
 
 
 def outline(a: Side, b: Side, paired: Pairing, only_in_a: tuple[Lone, ...], only_in_b: tuple[Lone, ...]) -> DiffReport:
@@ -64,9 +64,9 @@ def outer_differences(x: Known, y: Known) -> list[Difference]:
 
 def layout_differences(a: Checkpoint, b: Checkpoint, paired: Pairing) -> dict[str, Difference]:
     """Return by A's fqn the tensors of one shape that are cut into other chunks."""
-    from dcptool.ops.inspect.summary import layouts_of, world_size  # imports the checks; seldom asked for
+    from dcptool.ops.inspect.summary import layouts_of  # imports the checks; seldom asked for
 
-    words = layouts_of(a, world_size(a)), layouts_of(b, world_size(b))
+    words = layouts_of(a, a.world_size), layouts_of(b, b.world_size)
     found = {}
     for x, y in paired.both:
         if not are_comparable(x, y):
@@ -92,9 +92,9 @@ def lone_entries(entries: Sequence[Known], other: Checkpoint, mine: Checkpoint |
 
 
 def _excuse(known: Known, other: Checkpoint, mine: Checkpoint | None) -> str:
-    if known.kind == "object" and other.format == "safetensors":
-        return "safetensors holds no objects"
-    if known.kind == "object" and other.format == "dcp" and mine and _is_empty_dict(mine, known.fqn):
+    if known.kind == "object" and not other.format.holds_objects:
+        return f"{other.format} holds no objects"
+    if known.kind == "object" and not other.format.holds_empty_dicts and mine and _is_empty_dict(mine, known.fqn):
         return "DCP stores no empty dict"
     return ""
 

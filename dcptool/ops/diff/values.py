@@ -113,7 +113,7 @@ class ValueComparison:
         a, b, index_a, index_b = state.a, state.b, band.chunk_a, band.chunk_b
         if a.item_nbytes(index_a) != b.item_nbytes(index_b) or not a.is_zip(index_a):
             return False
-        if b.access.checkpoint.format != "dcp":
+        if not b.access.checkpoint.format.items_apart:
             return False
         buffers = self._buffers()
         pieces = zip(a.pieces(index_a, buffers.a), b.pieces(index_b, buffers.b), strict=True)

@@ -102,7 +102,7 @@ def _tails(name: str, covered: set[str]) -> Iterable[str]:
 
 def _integer_keys(checkpoint: Checkpoint) -> Finding | None:
     """R38: dict keys that look like integers; list indexes are integers in the paths, keys are text by then."""
-    if checkpoint.format != "dcp":
+    if not checkpoint.format.keys_as_text:
         return None
     containers: dict[tuple[str | int, ...], None] = {}
     for fqn, entry in checkpoint.items():

@@ -15,7 +15,6 @@ from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.families import per_rank_families
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import volume
-from dcptool.formats.dcp.reader import data_file_rank
 from dcptool.ops.inspect.names import count_entries, name_notes, note
 from dcptool.pickles.plain import Array
 
@@ -109,7 +108,7 @@ def _whole(checkpoint: Checkpoint, layouts: Mapping[str, str], world_size: int |
     message = f"{len(whole):,} of {len(larger):,} tensors are stored whole, such as {whole[0]!r}: one rank's copy"
     next_step = "If ranks held different values under that name, the others are lost."
     files = {file for fqn in whole for file in checkpoint.tensors[fqn].chunks.files()}
-    ranks = {rank for rank in map(data_file_rank, files) if rank is not None}
+    ranks = {rank for rank in map(checkpoint.format.rank_of, files) if rank is not None}
     if len(ranks) > 1:
         message += f" each, spread over the files of {_ranks(len(ranks))}"
         next_step += " The files of one rank, or of one node of several, are not enough to load them."
@@ -129,7 +128,7 @@ def _stacks(layouts: Mapping[str, str]) -> Finding | None:
 def _containers(checkpoint: Checkpoint, values: Mapping[str, Any]) -> Finding | None:
     """R14: containers that torch before 2.4, or a planner that does not flatten, kept as one object."""
     kept = [fqn for fqn, value in values.items() if _is_unflattened(value)]
-    if not kept or checkpoint.format != "dcp" or checkpoint.flavour.startswith("Megatron"):  # which keeps its own so
+    if not kept or checkpoint.format.holds_empty_dicts or checkpoint.variant.keeps_containers:
         return None
     which = f"{kept[0]!r} holds" if len(kept) == 1 else f"{count_entries(len(kept))}, such as {kept[0]!r}, hold"
     message = f"{which} a whole container: torch before 2.4, or not flattened"
@@ -150,6 +149,6 @@ def _side_files(checkpoint: Checkpoint) -> Finding | None:
 
 def side_files(checkpoint: Checkpoint) -> list[str]:
     """Name files of a framework that belong to the checkpoint but are no part of DCP (R50), with what they hold."""
-    if checkpoint.format != "dcp":
+    if not checkpoint.format.owns_folder:
         return []
     return [f"{name} ({what})" for name, what in _SIDE_FILES.items() if name in checkpoint.files]

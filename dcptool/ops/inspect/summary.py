@@ -20,7 +20,6 @@ from dcptool.checkpoint.selection import selects
 from dcptool.checks.check import cover_problems, state_of
 from dcptool.checks.files import file_problems
 from dcptool.errors import DcptoolError, UnsupportedError
-from dcptool.formats.dcp.reader import data_file_rank
 from dcptool.ops.inspect.notes import notes
 from dcptool.pickles import plain
 
@@ -101,6 +100,7 @@ class CheckpointSummary(NamedTuple):
         path: as a user would type it.
         format, flavour, evidence: see `Checkpoint`.
         world_size: ranks that saved it, None if the files do not tell.
+        saved_by_ranks: whether ranks write files of their own in its format.
         state: "complete" (all files there and long enough), "incomplete" or "damaged".
         nbytes: bytes of its files on disk.
         files: each file, and each that is missing.
@@ -114,6 +114,7 @@ class CheckpointSummary(NamedTuple):
     flavour: str
     evidence: tuple[str, ...]
     world_size: int | None
+    saved_by_ranks: bool
     state: str
     nbytes: int
     files: tuple[FileSummary, ...]
@@ -139,7 +140,7 @@ def summarize_checkpoint(
 ) -> CheckpointSummary:
     """Summarize one open checkpoint; arguments as in `summarize`."""
     selected = [fqn for fqn in checkpoint if selects(fqn, keys, exclude)]
-    n_ranks = world_size(checkpoint)
+    n_ranks = checkpoint.world_size
     layouts = layouts_of(checkpoint, n_ranks)
     tensors = tuple(_tensor(checkpoint.tensors[fqn], layouts[fqn], chunks) for fqn in selected if fqn in layouts)
     if values:
@@ -157,10 +158,11 @@ def summarize_checkpoint(
     problems += notes(checkpoint, layouts, decoded, n_ranks)
     return CheckpointSummary(
         path=checkpoint.path,
-        format=checkpoint.format,
+        format=checkpoint.format.name,
         flavour=checkpoint.flavour,
         evidence=checkpoint.evidence,
         world_size=n_ranks,
+        saved_by_ranks=checkpoint.format.saved_by_ranks,
         state=state_of(problems),
         nbytes=sum(checkpoint.files.values()),
         files=_files(checkpoint),
@@ -172,27 +174,17 @@ def summarize_checkpoint(
     )
 
 
-def world_size(checkpoint: Checkpoint) -> int | None:
-    """Return how many ranks saved a checkpoint, by the highest rank in its file names; None if they do not tell.
-
-    Counted are the files the metadata names, there or not, and the empty ones that idle ranks leave.
-    """
-    if checkpoint.format == "dcp":
-        names = {*checkpoint.usage, *(name for name, nbytes in checkpoint.files.items() if not nbytes)}
-        ranks = [rank for name in names if (rank := data_file_rank(name)) is not None]
-    else:
-        ranks = [int(name[6:11]) - 1 for name in checkpoint.files if name.startswith("shard-") and name[6:11].isdigit()]
-    return max(ranks) + 1 if ranks else None
-
-
 def is_stacked(checkpoint: Checkpoint, fqn: str) -> bool:
     """Tell whether dimension 0 of a tensor may count layers, as Megatron-core stores them."""
-    return checkpoint.flavour.startswith("Megatron") and _LAYERS.search(fqn) is not None
+    return checkpoint.variant.stacks_layers and _LAYERS.search(fqn) is not None
 
 
 def layouts_of(checkpoint: Checkpoint, n_ranks: int | None) -> dict[str, str]:
     """Return fqn → layout of all tensors; those that are cut alike, as the layers of a model, are looked at once."""
-    rank_of = [*map(data_file_rank, checkpoint.table.files), None]  # the last for chunks without a place, index -1
+    rank_of = [
+        *map(checkpoint.format.rank_of, checkpoint.table.files),
+        None,
+    ]  # the last for chunks without a place, index -1
     layouts = {}
     alike: dict[tuple[Any, ...], str] = {}
     for fqn, entry in checkpoint.tensors.items():
@@ -210,7 +202,7 @@ def _files(checkpoint: Checkpoint) -> tuple[FileSummary, ...]:
     found = []
     for name in dict.fromkeys([*checkpoint.files, *sorted(checkpoint.usage)]):
         use = checkpoint.usage.get(name, FileUse(0, 0, 0))
-        rank = data_file_rank(name)
+        rank = checkpoint.format.rank_of(name)
         found.append(FileSummary(name, checkpoint.files.get(name), rank, use.items, use.nbytes))
     return tuple(found)
 
@@ -243,7 +235,7 @@ def _within_budget(checkpoint: Checkpoint, names: Sequence[str]) -> set[str]:
     nbytes = 0
     for fqn in names[:MAX_VALUES]:
         entry = checkpoint[fqn]
-        if checkpoint.format == "dcp" and isinstance(entry, ObjectEntry) and entry.item:
+        if checkpoint.format.items_apart and isinstance(entry, ObjectEntry) and entry.item:
             nbytes += entry.item.nbytes
         if nbytes <= MAX_VALUES_NBYTES:
             within.add(fqn)

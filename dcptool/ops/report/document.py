@@ -50,7 +50,7 @@ def describe(checkpoint: Checkpoint, summary: CheckpointSummary, verdict: Verdic
         "version": __version__,
         "created": created,
         "path": checkpoint.path,
-        "format": checkpoint.format,
+        "format": checkpoint.format.name,
         "flavour": checkpoint.flavour,
         "evidence": [*checkpoint.evidence],
         "world_size": summary.world_size,

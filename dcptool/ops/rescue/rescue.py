@@ -31,8 +31,8 @@ from dcptool.errors import (
     UnsupportedError,
 )
 from dcptool.formats.dcp.build import build
+from dcptool.formats.dcp.format import DCP, METADATA, data_file_rank, is_metadata, metadata_names, rank_metadata
 from dcptool.formats.dcp.metadata import read_records
-from dcptool.formats.dcp.reader import METADATA, data_file_rank, rank_metadata
 from dcptool.formats.dcp.relocate import relocated
 from dcptool.formats.detect import open_checkpoint
 from dcptool.formats.marker import FOREIGN, NAME
@@ -162,7 +162,7 @@ def _sibling(like: str | os.PathLike[str]) -> Checkpoint:
         sibling = open_checkpoint(like)
     except (CheckpointNotFoundError, MetadataError) as error:  # what else could be done about it is of no use here
         raise type(error)(f"{str(error).partition(chr(10))[0]}\n{ANOTHER}") from error
-    if sibling.format != "dcp":
+    if sibling.format is not DCP:
         raise UnsupportedError(f"{sibling.path} is {sibling.flavour}, no DCP directory\n{ANOTHER}")
     errors = [finding for finding in check(sibling).findings if finding.severity is Severity.ERROR]
     if errors:
@@ -173,7 +173,7 @@ def _sibling(like: str | os.PathLike[str]) -> Checkpoint:
 def _placements(sibling: Checkpoint) -> dict[str, FileItems]:
     """Return the items of the sibling by file, those of each metadata file for themselves: ranks may repeat a name."""
     placements: dict[str, FileItems] = {}
-    for name in [METADATA] if METADATA in sibling.files else rank_metadata(sibling.files):
+    for name in metadata_names(sibling.files):
         view = build({name: read_records(sibling.storage.read(name, 0, sibling.files[name]))})
         by_file = FileItems(replace(sibling, entries=view.entries, table=view.table))
         for file in by_file.files:
@@ -196,8 +196,8 @@ def _lost(location: Location, files: Mapping[str, DirEntry], sibling: Checkpoint
             f"{path} is there ({files[METADATA].nbytes:,} bytes): nothing is lost, and nothing is replaced\n"
             f"dcptool verify {location.path} tells whether it is whole; if it is not, move it away first."
         )
-    theirs = [METADATA] if METADATA in sibling.files else rank_metadata(sibling.files)
-    ours = rank_metadata({name: entry.nbytes for name, entry in files.items()})
+    theirs = metadata_names(sibling.files)
+    ours = rank_metadata(files)
     if theirs == [METADATA] and ours:
         raise LayoutError(
             f"{location.path} has {ours[0]}: it was saved with use_collectives=False, {sibling.path} was not\n{ANOTHER}"
@@ -281,7 +281,7 @@ def _proven(
 
 def _all_metadata(location: Location, files: Mapping[str, DirEntry], written: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return the metadata files of a copy: those that were not lost, then those that were rebuilt."""
-    kept = rank_metadata({name: entry.nbytes for name, entry in files.items()})
+    kept = rank_metadata(files)
     return {**{name: location.storage.read(name, 0, files[name].nbytes) for name in kept}, **written}
 
 
@@ -332,7 +332,7 @@ def _notes(
     if markers and not is_copy:
         found.append(f"{markers[0]} is of the lost metadata; dcptool mark writes one for this")
     others = [name for name in files if name not in names and name not in markers and name != temporary]
-    others = [name for name in others if not rank_metadata({name: 0})]
+    others = [name for name in others if not is_metadata(name)]
     if others and is_copy:
         more = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
         found.append(f"{others[0]}{more} beside the data files: not copied")

@@ -12,11 +12,10 @@ from dcptool.checkpoint.findings import Severity
 from dcptool.checkpoint.selection import Selection, select
 from dcptool.checks.check import cover_problems
 from dcptool.errors import CheckpointNotFoundError, LayoutError
-from dcptool.formats.dcp.reader import is_dcp
 from dcptool.formats.dcp.write import Arrangement, DcpLayout, lay_out_dcp
 from dcptool.formats.detect import open_checkpoint
+from dcptool.formats.table import fills_folder
 from dcptool.ops.guards import require_sound
-from dcptool.ops.inspect.summary import world_size
 from dcptool.ops.latest import find_latest
 from dcptool.ops.reshard.assign import assign
 from dcptool.ops.reshard.mesh import MAX_RANKS, parse_mesh, parse_placement
@@ -123,7 +122,7 @@ def source_here() -> tuple[str, tuple[str, ...]]:
         CheckpointNotFoundError: there is none, or it is not clear which.
     """
     here = os.getcwd()
-    if is_dcp({entry.name: entry.nbytes for entry in locate(here).storage.entries()}):
+    if fills_folder({entry.name: entry.nbytes for entry in locate(here).storage.entries()}):
         return here, (f"the source is the checkpoint in the current folder, {here}",)
     found = find_latest(here)
     if found.path is None:
@@ -258,7 +257,7 @@ def _per_rank_notes(checkpoint: Checkpoint, selection: Selection, n_ranks: int) 
     """Say which objects of single ranks a resume with another number of them will miss, or not look for."""
     notes = []
     for pattern, ranks in per_rank_families(item.name for item in selection.objects).items():
-        if len(ranks) == 1 and world_size(checkpoint) != 1:
+        if len(ranks) == 1 and checkpoint.world_size != 1:
             continue
         first, last = min(ranks), max(ranks)
         shown = f"{pattern} of {f'ranks {first}–{last}' if last > first else f'rank {first}'}"

@@ -17,8 +17,7 @@ from dcptool.checkpoint.layouts import layout
 from dcptool.checkpoint.regions import Box, volume
 from dcptool.checkpoint.selection import SelectedObject, SelectedTensor, Selection
 from dcptool.errors import LayoutError
-from dcptool.formats.dcp.reader import data_file_rank
-from dcptool.ops.inspect.summary import is_stacked, world_size
+from dcptool.ops.inspect.summary import is_stacked
 from dcptool.ops.reshard.assign import Held, Share
 from dcptool.ops.reshard.mesh import Cut, Mesh, Placement, boxes_of, mislabelled
 
@@ -50,7 +49,7 @@ class LayoutRules:
         self._source, self._selection, self._wanted = source, selection, wanted
         self._n_ranks = wanted.n_ranks
         self._everywhere = range(wanted.n_ranks)
-        self._source_ranks = world_size(source) or 1
+        self._source_ranks = source.world_size or 1
         self._alike: dict[tuple[object, ...], Sequence[Share]] = {}
         self._followed = _Parameters(selection, wanted.placements)
         self.kept: dict[str, str] = {}
@@ -66,7 +65,7 @@ class LayoutRules:
         """
         items = self._selection.in_order
         if self._wanted.repack:
-            return _repacked(items, self._n_ranks)
+            return _repacked(self._source, items, self._n_ranks)
         like = self._wanted.like
         if like is not None:
             order = {fqn: index for index, fqn in enumerate(like)}
@@ -111,7 +110,8 @@ class LayoutRules:
         if self._source_ranks == 1:
             return 0
         chunks = item.entry.chunks
-        ranks = [data_file_rank(chunk.item.file) for chunk in chunks if chunk.item and 0 not in chunk.sizes]
+        rank_of = self._source.format.rank_of
+        ranks = [rank_of(chunk.item.file) for chunk in chunks if chunk.item and 0 not in chunk.sizes]
         if len(set(ranks)) < len(ranks) and None not in ranks:
             return None
         words = layout(item.entry.shape, chunks, stacked=is_stacked(self._source, item.entry.fqn))
@@ -218,23 +218,22 @@ def _as_in(like: Checkpoint, item: SelectedTensor | SelectedObject) -> Held:
     """Take over boxes and ranks of an entry."""
     other = like[item.name]
     if not isinstance(other, TensorEntry):
-        rank = data_file_rank(other.item.file) if other.item else None
-        return Held(item.name, 1, [Share(None, (rank or 0,))])
-    shares = [
-        Share((chunk.offsets, chunk.sizes), ((data_file_rank(chunk.item.file) if chunk.item else None) or 0,))
-        for chunk in other.chunks
-    ]
+        return Held(item.name, 1, [Share(None, (_rank_in(like, other.item),))])
+    shares = [Share((chunk.offsets, chunk.sizes), (_rank_in(like, chunk.item),)) for chunk in other.chunks]
     return Held(item.name, other.nbytes, shares)
 
 
-def _repacked(items: Sequence[SelectedTensor | SelectedObject], n_files: int) -> list[Held]:
+def _repacked(source: Checkpoint, items: Sequence[SelectedTensor | SelectedObject], n_files: int) -> list[Held]:
     """Keep all boxes; spread them over files in the order of ranks and places, about as many bytes in each."""
     stored: list[tuple[tuple[int, str, int], int, Box | None]] = []
     for position, item in enumerate(items):
         if isinstance(item, SelectedObject):
-            stored.append((_place(item.entry.item), position, None))
+            stored.append((_place(source, item.entry.item), position, None))
         else:
-            stored += [(_place(chunk.item), position, (chunk.offsets, chunk.sizes)) for chunk in item.entry.chunks]
+            boxes = (
+                (_place(source, chunk.item), position, (chunk.offsets, chunk.sizes)) for chunk in item.entry.chunks
+            )
+            stored += boxes
     stored.sort(key=lambda place: place[:2])
     total = sum(_nbytes(items[position], box) for _, position, box in stored) or 1
     shares: list[list[Share]] = [[] for _ in items]
@@ -246,8 +245,13 @@ def _repacked(items: Sequence[SelectedTensor | SelectedObject], n_files: int) ->
     return [Held(item.name, 1, found) for item, found in zip(items, shares, strict=True)]
 
 
-def _place(item: Extent | None) -> tuple[int, str, int]:
-    return (data_file_rank(item.file) or 0, item.file, item.byte_offset) if item else (0, "", 0)
+def _rank_in(checkpoint: Checkpoint, item: Extent | None) -> int:
+    """Return the rank that wrote an item; 0 where nothing tells."""
+    return (checkpoint.format.rank_of(item.file) or 0) if item else 0
+
+
+def _place(checkpoint: Checkpoint, item: Extent | None) -> tuple[int, str, int]:
+    return (_rank_in(checkpoint, item), item.file, item.byte_offset) if item else (0, "", 0)
 
 
 def _nbytes(item: SelectedTensor | SelectedObject, box: Box | None) -> int:
@@ -258,7 +262,7 @@ def _nbytes(item: SelectedTensor | SelectedObject, box: Box | None) -> int:
 
 def like_ranks(like: Checkpoint) -> int:
     """Return how many ranks the layout of a checkpoint is for."""
-    return world_size(like) or 1
+    return like.world_size or 1
 
 
 def mesh_hint(kept: Mapping[str, str], n_ranks: int) -> tuple[str, list[str]]:

@@ -16,7 +16,7 @@ from dcptool.checkpoint.entries import Entry, TensorEntry
 from dcptool.checkpoint.findings import Finding, Severity
 from dcptool.checkpoint.regions import volume
 from dcptool.errors import StorageError, UnsupportedError
-from dcptool.formats.dcp.reader import METADATA
+from dcptool.formats.dcp.format import METADATA
 from dcptool.ops.verify.torch_reader import (
     load_chunks,
     load_whole,
@@ -103,8 +103,8 @@ def load_with_torch(
 
 
 def _check_is_local_dcp(checkpoint: Checkpoint) -> None:
-    if checkpoint.format != "dcp":
-        reader = "safetensors' load_file" if checkpoint.format == "safetensors" else "torch.load"
+    if not checkpoint.format.loads_in_torch:
+        reader = checkpoint.format.loader
         raise UnsupportedError(f"{checkpoint.path} is no DCP directory, which dcp.load is for; {reader} loads it")
     if not isinstance(checkpoint.storage, LocalStorage):
         raise UnsupportedError(f"{checkpoint.path}: torch's FileSystemReader reads local folders; copy it to one first")

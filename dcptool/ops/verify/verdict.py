@@ -7,7 +7,7 @@ is as good as the worst of them, and has one marker for all.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -17,10 +17,9 @@ from dcptool.checkpoint.steps import step_number
 from dcptool.checks.check import CheckReport, Level, check, state_of
 from dcptool.checks.items import Tally
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError, UnsupportedError
-from dcptool.formats.dcp.reader import METADATA, rank_metadata
 from dcptool.formats.detect import find_parts, not_a_checkpoint, open_part
 from dcptool.formats.marker import NAME, Marker, checksum_problems, marker_problems, read_marker
-from dcptool.ops.inspect.summary import world_size
+from dcptool.formats.table import is_metadata
 from dcptool.runs.activity import folders_of, last_written, list_files, sign_of_writing
 from dcptool.runs.directory import find_runs, is_run_of, listed
 from dcptool.storage import DirEntry, Location, Progress, base_name, join, locate
@@ -167,7 +166,7 @@ def judge(
     location = locate(path, options.also)
     listing = list_files(location)
     files = {name: entry.nbytes for name, entry in listing.items()}
-    names = [""] if location.file is not None else [part.name for part in find_parts(location, below_dcp=True)]
+    names = [""] if location.file is not None else [part.name for part in find_parts(location, below_whole=True)]
     marker, problems = _markers(location, files, names, options)
     valid = marker is not None and not problems
     found = _check_parts(location, names, listing, options, progress, opened)
@@ -259,7 +258,7 @@ def _check_parts(
     tally = Tally()
     used: set[str] = set()
     for name in names:
-        if name in used and f"{name}/{METADATA}" not in listing:  # where the checkpoint above keeps its data files
+        if name in used and not _has_metadata(listing, name):  # where the checkpoint above keeps its data files
             continue
         try:
             checkpoint = open_part(location, name) if name or opened is None else opened
@@ -272,8 +271,8 @@ def _check_parts(
         else:
             used.update(file.rpartition("/")[0] for file in checkpoint.usage if not name)
             n_tensors = len(checkpoint.tensors)
-            sizes = (world_size(checkpoint), n_tensors, len(checkpoint) - n_tensors)
-            reports.append(PartReport(name, checkpoint.format, checkpoint.flavour, *sizes, checkpoint.save_id))
+            sizes = (checkpoint.world_size, n_tensors, len(checkpoint) - n_tensors)
+            reports.append(PartReport(name, checkpoint.format.name, checkpoint.flavour, *sizes, checkpoint.save_id))
             problems += [inside(name, finding) for finding in report.findings]
             tally = tally.plus(report.tally)
     return _Found(tuple(reports), tuple(problems), tally)
@@ -310,12 +309,16 @@ def _unopened(location: Location, name: str, listing: Mapping[str, DirEntry], er
     return Finding(kind, Severity.ERROR, f"{name}: {message}" if name else message, name or None, next_step=step)
 
 
+def _has_metadata(listing: Iterable[str], folder: str) -> bool:
+    return any(file.rpartition("/")[0] == folder and is_metadata(file) for file in listing)
+
+
 def _is_metadata_empty(listing: Mapping[str, DirEntry], name: str) -> bool:
-    """Tell whether all metadata of a DCP part has no byte: a save that was killed as it wrote it."""
+    """Tell whether all metadata of a part has no byte: a save that was killed as it wrote it."""
     prefix = f"{name}/" if name else ""
     direct = {key.removeprefix(prefix): entry.nbytes for key, entry in listing.items() if key.startswith(prefix)}
-    metadata = [METADATA] if METADATA in direct else rank_metadata(direct)
-    return bool(metadata) and not any(direct[file] for file in metadata)
+    metadata = [nbytes for file, nbytes in direct.items() if "/" not in file and is_metadata(file)]
+    return bool(metadata) and not any(metadata)
 
 
 def _missing_part(name: str) -> Finding:

@@ -89,7 +89,7 @@ def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> V
     location = locate(verdict.path)
     for part in verdict.parts:
         checkpoint = open_part(location, part.name)
-        if part.format != "dcp":
+        if not checkpoint.format.loads_in_torch:
             findings.append(
                 Finding("not-loaded", Severity.NOTE, "not loaded: dcp.load reads DCP only", part.name or None)
             )

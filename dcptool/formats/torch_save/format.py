@@ -1,0 +1,22 @@
+"""`.pt` files as a value. Reads nothing."""
+
+from __future__ import annotations
+
+from dcptool.checkpoint.format import Format
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+_ZIP, _N_MAGIC = b"PK\x03\x04", 13
+
+
+def is_legacy(start: bytes) -> bool:
+    """Tell by a file's first bytes whether torch.save wrote it as it did before torch 1.6, which is no zip."""
+    return start.startswith(LEGACY_MAGIC[:_N_MAGIC])
+
+
+def is_file(name: str, start: bytes) -> bool:
+    """Tell whether a file begins like one of torch.save, new or old."""
+    return start.startswith(_ZIP) or is_legacy(start)
+
+
+TORCH_SAVE = Format("torch_save", "torch.load")
