@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dcptool
+from dcptool.checkpoint.layouts import Layout
+from dcptool.checkpoint.layouts import Shard as LayoutShard
 from dcptool.checkpoint.regions import first_gap, volume
 from dcptool.errors import LayoutError
 from dcptool.ops.reshard.assign import Held, Share, assign
@@ -242,11 +244,22 @@ class TestDefaultRule:
         assert "would cut 3 tensors as 8 ranks do: 'model.w2.weight', " in note
 
     def test_the_mesh_is_told_of_tensors_that_have_its_dimensions_only(self):
-        kept = {"flat": "Shard(0) ×3, irregular", "a": "Shard(0) ×2, Shard(2) ×2", "b": "Shard(0) ×2, Shard(1) ×2"}
+        rows = LayoutShard(0, 2)
+        kept = {
+            "flat": Layout(3, is_grid=False),
+            "a": Layout(4, (rows, LayoutShard(2, 2))),
+            "b": Layout(4, (rows, LayoutShard(1, 2))),
+        }
         hint = "--mesh dp=4,tp=2 --placement 'GLOB=tp:1,dp:0'"
         assert mesh_hint({**kept, "c": kept["b"]}, 8) == (hint, ["b", "c"])
         assert mesh_hint({"a": kept["a"], "flat": kept["flat"]}, 8)[1] == ["a"]
         assert mesh_hint(kept, 7) == ("", [])
+
+    def test_no_rule_reads_the_words_of_a_layout(self, tmp_path, monkeypatch):
+        source, target = str(FOREIGN / "mesh2d_fsdp_tp"), str(tmp_path / "x")
+        before = make_plan(source, target, ReshardOptions(3)).arrangement
+        monkeypatch.setattr(LayoutShard, "__str__", lambda self: "?")
+        assert make_plan(source, target, ReshardOptions(3)).arrangement == before
 
     def test_objects_of_single_ranks_are_copied_and_told(self, four, tmp_path):
         source, _ = four

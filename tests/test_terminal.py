@@ -101,7 +101,7 @@ def test_a_pipe_gets_one_line_per_entry():
     checkpoint = dcptool.summarize(FOREIGN / "megatron_tp2/iter_0000010").checkpoints[0]
     tensors = rows_of(done.stdout, "tensor")
     assert [line.split()[0] for line in tensors] == [tensor.fqn for tensor in checkpoint.tensors]
-    assert all(line.endswith(tensor.layout) for line, tensor in zip(tensors, checkpoint.tensors, strict=True))
+    assert all(line.endswith(str(tensor.layout)) for line, tensor in zip(tensors, checkpoint.tensors, strict=True))
     objects = rows_of(done.stdout, "object")
     assert [line.split()[0] for line in objects] == [item.fqn for item in checkpoint.objects]
     assert max(map(len, objects)) > 200

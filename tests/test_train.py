@@ -219,7 +219,7 @@ def test_dcptool_reads_the_run_as_torch_does(lived):
         assert torch.equal(checkpoint.read_torch(fqn), tensor), fqn
     tensors = dcptool.summarize(step).checkpoints[0].tensors
     weight = next(tensor for tensor in tensors if "up.weight" in tensor.fqn)
-    assert (weight.layout, weight.n_chunks) == ("Shard(0) ×4", 4)
+    assert (str(weight.layout), weight.n_chunks) == ("Shard(0) ×4", 4)
     assert checkpoint.value("dl.rank3") == ({"rank": 3, "batches": 2},)
 
 

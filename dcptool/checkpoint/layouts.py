@@ -1,4 +1,4 @@
-"""What a tensor's boxes, and the ranks that wrote them, say about how it was sharded: boxes → "Shard(0) ×8".
+"""How a tensor was sharded, as its boxes and the ranks that wrote them tell: boxes → `Layout`, in words "Shard(0) ×8".
 
 Knows boxes and ranks only; values and files never decide (two equal shards are no replica).
 Source: torch 2.13, distributed/tensor/placement_types.py, for the words; Megatron-core stacks its layers on axis 0.
@@ -6,13 +6,91 @@ Source: torch 2.13, distributed/tensor/placement_types.py, for the words; Megatr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.chunks import Chunks
 from dcptool.checkpoint.extents import Ints
 
 MAX_SHOWN_RANKS = 8
+MAX_ALIKE = 1024
+"""Tensors of more chunks are each looked at by themselves: the keys of such would take more memory than they save."""
+MAX_RANKED = 65_536
+"""Chunks of one tensor whose ranks are looked up; with more of them the layout names no order of ranks."""
+_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
+"""Megatron-core's name for all layers as one tensor; layers with a number in their names are tensors of their own."""
+
+
+class Shard(NamedTuple):
+    """One dimension of the device mesh that cuts a tensor.
+
+    Attributes:
+        dim: the tensor's dimension.
+        n_parts: into how many parts.
+        split_factor: of torch's `_StridedShard`: an inner mesh dimension has cut `dim` into so many parts before;
+            0 for a plain one.
+        is_stack: the dimension counts layers, each a part.
+    """
+
+    dim: int
+    n_parts: int
+    split_factor: int = 0
+    is_stack: bool = False
+
+    def __str__(self) -> str:
+        if self.is_stack:
+            return f"stack({self.dim}) ×{self.n_parts}"
+        if self.split_factor:
+            return f"_StridedShard({self.dim}, sf={self.split_factor}) ×{self.n_parts}"
+        return f"Shard({self.dim}) ×{self.n_parts}"
+
+
+class Layout(NamedTuple):
+    """How a tensor is cut into chunks.
+
+    Attributes:
+        n_boxes: chunks with elements.
+        shards: the outermost dimension of the device mesh first; none for a whole tensor, and for what is no grid.
+        is_grid: whether the boxes are one box or a regular grid, which cover the tensor exactly.
+        n_empty: chunks without elements, which ranks without any leave.
+        ranks: who wrote the parts of the one sharded dimension, where that is the order of no mesh.
+    """
+
+    n_boxes: int
+    shards: tuple[Shard, ...] = ()
+    is_grid: bool = True
+    n_empty: int = 0
+    ranks: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.n_boxes:
+            return f"empty ×{self.n_empty}" if self.n_empty else "no chunks"
+        words = ", ".join(map(str, self.shards)) or ("whole" if self.is_grid else f"irregular ×{self.n_boxes}")
+        empty = f" + {self.n_empty} empty" if self.n_empty else ""
+        more = " …" if len(self.ranks) > MAX_SHOWN_RANKS else ""
+        order = f", ranks {' '.join(map(str, self.ranks[:MAX_SHOWN_RANKS]))}{more}" if self.ranks else ""
+        return words + empty + order
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one chunk holds all of the tensor, and nothing else was stored."""
+        return self == WHOLE
+
+    @property
+    def sharded_dim(self) -> int | None:
+        """The dimension that ranks in a row cut; None if there is none, or are several, or it counts layers."""
+        one = self.shards[0] if len(self.shards) == 1 else None
+        return None if one is None or one.is_stack else one.dim
+
+    @property
+    def n_layers(self) -> int | None:
+        """How many layers are stacked, None if none are."""
+        return self.shards[0].n_parts if self.shards and self.shards[0].is_stack else None
+
+
+WHOLE = Layout(1)
 
 
 class _Cut(NamedTuple):
@@ -22,8 +100,31 @@ class _Cut(NamedTuple):
     starts: Sequence[int]
     intervals: Sequence[tuple[int, int]]
 
-    def __str__(self) -> str:
-        return f"Shard({self.dim}) ×{len(self.intervals)}"
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.dim, len(self.intervals))
+
+
+def layouts_of(checkpoint: Checkpoint) -> dict[str, Layout]:
+    """Return fqn → layout of all tensors; those that are cut alike, as the layers of a model, are looked at once."""
+    n_ranks = checkpoint.world_size
+    rank_of = [*map(checkpoint.format.rank_of, checkpoint.table.files), None]  # the last for chunks without a place, -1
+    layouts = {}
+    alike: dict[tuple[Any, ...], Layout] = {}
+    for fqn, entry in checkpoint.tensors.items():
+        stacked = is_stacked(checkpoint, fqn)
+        key = (entry.shape, stacked, *entry.chunks.key()) if len(entry.chunks) <= MAX_ALIKE else (fqn,)
+        if key not in alike:
+            known = 1 < len(entry.chunks) <= MAX_RANKED
+            ranks = [rank_of[index] for index in entry.chunks.file_indexes()] if known else None
+            alike[key] = layout(entry.shape, entry.chunks, ranks, n_ranks, stacked)
+        layouts[fqn] = alike[key]
+    return layouts
+
+
+def is_stacked(checkpoint: Checkpoint, fqn: str) -> bool:
+    """Tell whether dimension 0 of a tensor may count layers, as Megatron-core stores them."""
+    return checkpoint.variant.stacks_layers and _LAYERS.search(fqn) is not None
 
 
 def layout(
@@ -32,8 +133,8 @@ def layout(
     ranks: Sequence[int | None] | None = None,
     world_size: int | None = None,
     stacked: bool = False,
-) -> str:
-    """Say in a few words how a tensor is cut into chunks, the outermost dimension of the device mesh first.
+) -> Layout:
+    """Find out how a tensor is cut into chunks.
 
     The order of the ranks counts only where each box has a writer of its own and there are more boxes than half the
     ranks; else there are replicas, and which rank stored one says nothing.
@@ -44,44 +145,27 @@ def layout(
         ranks: for each chunk the rank that wrote it; None if unknown.
         world_size: number of ranks that saved; None if unknown.
         stacked: dimension 0 counts layers if every box holds one index of it.
-
-    Returns:
-        "whole"; "Shard(0) ×4"; "Shard(1) ×2, Shard(0) ×2" for a grid; "_StridedShard(0, sf=2) ×4, Shard(0) ×2" for one
-        dimension that two mesh dimensions cut, the inner one first; "Shard(0) ×3, ranks 0 2 1" for another order of
-        ranks; "stack(0) ×2, Shard(1) ×4" for layers; "irregular ×7" for anything else. Empty chunks, which ranks
-        without elements leave, are counted apart: "Shard(0) ×3 + 1 empty".
     """
     count = len(chunks)
-    if count == 0:
-        return "no chunks"
-    if not shape:
-        return "whole" if count == 1 else f"irregular ×{count}"
+    if count == 0 or not shape:
+        return WHOLE if count == 1 else Layout(count, is_grid=False)
     columns: list[tuple[Sequence[int], Sequence[int]]] = [chunks.column(dim) for dim in range(len(shape))]
-    empty = 0
+    n_empty = 0
     if any(0 in sizes for _, sizes in columns):
         kept = [index for index, box in enumerate(chunks.boxes()) if 0 not in box[1]]
-        empty = count - len(kept)
+        n_empty = count - len(kept)
         columns = [([starts[i] for i in kept], [sizes[i] for i in kept]) for starts, sizes in columns]
         ranks = [ranks[i] for i in kept] if ranks is not None else None
         count = len(kept)
-    suffix = f" + {empty} empty" if empty else ""
     if count == 0:
-        return "whole" if empty == 1 else f"empty ×{empty}"
+        return WHOLE if n_empty == 1 else Layout(0, is_grid=False, n_empty=n_empty)
     cuts = _grid(shape, columns)
     if cuts is None:
-        return f"irregular ×{count}{suffix}"
-    sharded = [cut for cut in cuts if len(cut.intervals) > 1]
-    if not sharded:
-        return f"Shard({_empty_dim(shape, chunks)}) ×1{suffix}" if empty else "whole"
-    if stacked and sharded[0].dim == 0 and all(length == 1 for _, length in sharded[0].intervals):
-        return ", ".join([f"stack(0) ×{shape[0]}", *map(str, sharded[1:])]) + suffix
-    words, order = _placements(sharded, _writers(ranks, world_size))
-    return words + suffix + order
-
-
-def is_grid(words: str) -> bool:
-    """Tell whether a layout is of one box or of a regular grid, which cover a tensor exactly."""
-    return not words.startswith(("irregular", "no chunks", "empty"))
+        return Layout(count, is_grid=False, n_empty=n_empty)
+    shards, order = _shards(cuts, _writers(ranks, world_size), stacked)
+    if not shards and n_empty:
+        shards = (Shard(_empty_dim(shape, chunks), 1),)
+    return Layout(count, shards, True, n_empty, order)
 
 
 def _grid(shape: Ints, columns: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[_Cut] | None:
@@ -115,21 +199,26 @@ def _writers(ranks: Sequence[int | None] | None, world_size: int | None) -> list
     return known if len(set(known)) == len(ranks) else None
 
 
-def _placements(sharded: Sequence[_Cut], writers: Sequence[int] | None) -> tuple[str, str]:
-    """Name the placements by the order in which the ranks hold the boxes, and that order if it is none of a mesh."""
-    if writers is None:
-        return ", ".join(map(str, sharded)), ""
+def _shards(
+    cuts: Sequence[_Cut], writers: Sequence[int] | None, stacked: bool
+) -> tuple[tuple[Shard, ...], tuple[int, ...]]:
+    """Order the sharded dimensions as the ranks hold the boxes; return that order too if it is none of a mesh."""
+    sharded = [cut for cut in cuts if len(cut.intervals) > 1]
+    if stacked and sharded and sharded[0].dim == 0 and all(length == 1 for _, length in sharded[0].intervals):
+        first, *rest = (cut.shard for cut in sharded)
+        return (first._replace(is_stack=True), *rest), ()
+    if writers is None or not sharded:
+        return tuple(cut.shard for cut in sharded), ()
     if len(sharded) > 1:
-        return ", ".join(map(str, _in_mesh_order(sharded, writers))), ""
+        return tuple(cut.shard for cut in _in_mesh_order(sharded, writers)), ()
     cut = sharded[0]
     order = [rank for _, rank in sorted(zip(cut.starts, writers, strict=True))]
     if order == sorted(order):
-        return str(cut), ""
+        return (cut.shard,), ()
     inner = _inner_size(order)
     if inner:
-        return f"_StridedShard({cut.dim}, sf={inner}) ×{len(order) // inner}, Shard({cut.dim}) ×{inner}", ""
-    more = " …" if len(order) > MAX_SHOWN_RANKS else ""
-    return str(cut), f", ranks {' '.join(map(str, order[:MAX_SHOWN_RANKS]))}{more}"
+        return (Shard(cut.dim, len(order) // inner, inner), Shard(cut.dim, inner)), ()
+    return (cut.shard,), tuple(order)
 
 
 def _inner_size(order: Sequence[int]) -> int:

@@ -165,7 +165,7 @@ def _tensors_text(checkpoint: CheckpointSummary, width: int) -> str:
         shape = "×".join(map(str, tensor.shape)) or "scalar"
         size = nbytes(sum(tensors[index].nbytes for index in found.indexes))
         count = [f"{len(found.indexes):,}"] if len(folds) < len(tensors) else []
-        rows.append([shown(found.name), *count, shown(tensor.dtype), shape, size, tensor.layout])
+        rows.append([shown(found.name), *count, shown(tensor.dtype), shape, size, str(tensor.layout)])
     headers = ["tensor", *(["count"] if len(folds) < len(tensors) else []), "dtype", "shape", "bytes", "layout"]
     right = (headers.index("bytes"), headers.index("count")) if "count" in headers else (headers.index("bytes"),)
     if not listed:

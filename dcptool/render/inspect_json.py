@@ -71,7 +71,7 @@ def _tensor_json(tensor: TensorSummary, stats: TensorStats | None) -> dict[str, 
         "dtype": tensor.dtype,
         "shape": list(tensor.shape),
         "nbytes": tensor.nbytes,
-        "layout": tensor.layout,
+        "layout": str(tensor.layout),
         "n_chunks": tensor.n_chunks,
         "files": list(tensor.files),
     }

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.layouts import layouts_of
 from dcptool.checkpoint.selection import selects, unmatched
 from dcptool.errors import DcptoolError
 from dcptool.ops.diff.pairing import Pairing, lone
@@ -64,14 +65,12 @@ def outer_differences(x: Known, y: Known) -> list[Difference]:
 
 def layout_differences(a: Checkpoint, b: Checkpoint, paired: Pairing) -> dict[str, Difference]:
     """Return by A's fqn the tensors of one shape that are cut into other chunks."""
-    from dcptool.ops.inspect.summary import layouts_of  # imports the checks; seldom asked for
-
-    words = layouts_of(a, a.world_size), layouts_of(b, b.world_size)
+    layouts = layouts_of(a), layouts_of(b)
     found = {}
     for x, y in paired.both:
         if not are_comparable(x, y):
             continue
-        one, other = words[0][x.fqn], words[1][y.fqn]
+        one, other = str(layouts[0][x.fqn]), str(layouts[1][y.fqn])
         boxes = sorted(a.tensors[x.fqn].chunks.boxes()), sorted(b.tensors[y.fqn].chunks.boxes())
         if one == other and boxes[0] != boxes[1]:
             other += ", other boxes"

@@ -89,7 +89,7 @@ def summarize(
         LayoutError: `keys` match nothing; the message lists what there is.
 
     Example:
-        >>> dcptool.summarize("ckpt/step_500").checkpoints[0].tensors[0].layout
+        >>> str(dcptool.summarize("ckpt/step_500").checkpoints[0].tensors[0].layout)
         'Shard(0) ×4'
     """
     keys, exclude = globs(keys), globs(exclude)

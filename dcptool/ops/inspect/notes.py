@@ -14,6 +14,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.families import per_rank_families
 from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.layouts import Layout
 from dcptool.checkpoint.regions import volume
 from dcptool.ops.inspect.names import count_entries, name_notes, note
 from dcptool.pickles.plain import Array
@@ -32,17 +33,15 @@ _SIDE_FILES = {
 }
 
 
-def notes(
-    checkpoint: Checkpoint, layouts: Mapping[str, str], values: Mapping[str, Any], world_size: int | None
-) -> list[Finding]:
+def notes(checkpoint: Checkpoint, layouts: Mapping[str, Layout], values: Mapping[str, Any]) -> list[Finding]:
     """Return what is worth knowing.
 
     Args:
         checkpoint: an open checkpoint.
-        layouts: fqn → `placements.layout` of its tensors.
+        layouts: of its tensors, by fqn.
         values: decoded objects by fqn, as far as they were read.
-        world_size: number of ranks that saved; None if the files do not tell.
     """
+    world_size = checkpoint.world_size
     families = per_rank_families(list(checkpoint))
     found = [
         *name_notes(checkpoint),
@@ -98,10 +97,10 @@ def _is_of_one_rank(checkpoint: Checkpoint, fqn: str) -> bool:
     return _OF_ONE_RANK.search(fqn) is not None
 
 
-def _whole(checkpoint: Checkpoint, layouts: Mapping[str, str], world_size: int | None) -> Finding | None:
+def _whole(checkpoint: Checkpoint, layouts: Mapping[str, Layout], world_size: int | None) -> Finding | None:
     """R29, R30: tensors that one of many ranks stored whole, and over how many ranks' files they lie."""
     larger = [fqn for fqn, entry in checkpoint.tensors.items() if volume(entry.shape) > 1]
-    whole = [fqn for fqn in larger if layouts[fqn] == "whole"]
+    whole = [fqn for fqn in larger if layouts[fqn].is_whole]
     several = len(whole) < len(larger) or (world_size or 1) > 1
     if not whole or not several:
         return None
@@ -115,9 +114,9 @@ def _whole(checkpoint: Checkpoint, layouts: Mapping[str, str], world_size: int |
     return note("whole-tensors", message, next_step)
 
 
-def _stacks(layouts: Mapping[str, str]) -> Finding | None:
+def _stacks(layouts: Mapping[str, Layout]) -> Finding | None:
     """Megatron's way to store layers: one tensor for all of them."""
-    depths = sorted(int(words.split()[1].strip("×,")) for words in layouts.values() if words.startswith("stack(0)"))
+    depths = sorted(depth for found in layouts.values() if (depth := found.n_layers) is not None)
     if not depths:
         return None
     layers = f"{depths[0]:,} layers" if depths[0] == depths[-1] else f"{depths[0]:,} to {depths[-1]:,} layers"

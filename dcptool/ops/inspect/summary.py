@@ -5,7 +5,6 @@ Reads the objects' small items; of tensors not one byte.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from dcptool.checkpoint.chunks import FileUse
 from dcptool.checkpoint.entries import ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Ints
 from dcptool.checkpoint.findings import Finding, Severity
-from dcptool.checkpoint.layouts import is_grid, layout
+from dcptool.checkpoint.layouts import Layout, layouts_of
 from dcptool.checkpoint.regions import volume
 from dcptool.checkpoint.selection import selects
 from dcptool.checks.check import cover_problems, state_of
@@ -25,16 +24,10 @@ from dcptool.pickles import plain
 
 MAX_VALUES = 2_000
 """Objects whose values are read for one summary; select with `keys` to see others."""
-MAX_ALIKE = 1024
-"""Tensors of more chunks are each looked at by themselves: the keys of such would take more memory than they save."""
 MAX_CORNERS = 50
 """Tensors whose first elements are read for one summary."""
 MAX_VALUES_NBYTES = 32 << 20
 """Bytes of such objects together."""
-MAX_RANKED = 65_536
-"""Chunks of one tensor whose ranks are looked up; with more of them the layout names no order of ranks."""
-_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
-"""Megatron-core's name for all layers as one tensor; layers with a number in their names are tensors of their own."""
 
 
 class TensorSummary(NamedTuple):
@@ -48,7 +41,7 @@ class TensorSummary(NamedTuple):
     dtype: str
     shape: Ints
     nbytes: int
-    layout: str
+    layout: Layout
     n_chunks: int
     files: tuple[str, ...]
     chunks: tuple[Chunk, ...] | None
@@ -140,8 +133,7 @@ def summarize_checkpoint(
 ) -> CheckpointSummary:
     """Summarize one open checkpoint; arguments as in `summarize`."""
     selected = [fqn for fqn in checkpoint if selects(fqn, keys, exclude)]
-    n_ranks = checkpoint.world_size
-    layouts = layouts_of(checkpoint, n_ranks)
+    layouts = layouts_of(checkpoint)
     tensors = tuple(_tensor(checkpoint.tensors[fqn], layouts[fqn], chunks) for fqn in selected if fqn in layouts)
     if values:
         shown = ((tensor, checkpoint.tensors[tensor.fqn]) for tensor in tensors[:MAX_CORNERS])
@@ -150,18 +142,18 @@ def summarize_checkpoint(
     unreadable: dict[str, list[DcptoolError]] = {}
     within = _within_budget(checkpoint, names)
     objects = tuple(_object(checkpoint, fqn, fqn in within, unreadable) for fqn in names)
-    exact = (fqn for fqn, words in layouts.items() if is_grid(words))
+    exact = (fqn for fqn, found in layouts.items() if found.is_grid)
     problems = [*checkpoint.problems, *file_problems(checkpoint), *cover_problems(checkpoint, exact)]
     if state_of(problems) != "incomplete":  # what is not there cannot be read, and is said already
         problems += _unreadable(unreadable)
     decoded = {item.fqn: item.value for item in objects if item.error is None}
-    problems += notes(checkpoint, layouts, decoded, n_ranks)
+    problems += notes(checkpoint, layouts, decoded)
     return CheckpointSummary(
         path=checkpoint.path,
         format=checkpoint.format.name,
         flavour=checkpoint.flavour,
         evidence=checkpoint.evidence,
-        world_size=n_ranks,
+        world_size=checkpoint.world_size,
         saved_by_ranks=checkpoint.format.saved_by_ranks,
         state=state_of(problems),
         nbytes=sum(checkpoint.files.values()),
@@ -174,30 +166,6 @@ def summarize_checkpoint(
     )
 
 
-def is_stacked(checkpoint: Checkpoint, fqn: str) -> bool:
-    """Tell whether dimension 0 of a tensor may count layers, as Megatron-core stores them."""
-    return checkpoint.variant.stacks_layers and _LAYERS.search(fqn) is not None
-
-
-def layouts_of(checkpoint: Checkpoint, n_ranks: int | None) -> dict[str, str]:
-    """Return fqn → layout of all tensors; those that are cut alike, as the layers of a model, are looked at once."""
-    rank_of = [
-        *map(checkpoint.format.rank_of, checkpoint.table.files),
-        None,
-    ]  # the last for chunks without a place, index -1
-    layouts = {}
-    alike: dict[tuple[Any, ...], str] = {}
-    for fqn, entry in checkpoint.tensors.items():
-        stacked = is_stacked(checkpoint, fqn)
-        key = (entry.shape, stacked, *entry.chunks.key()) if len(entry.chunks) <= MAX_ALIKE else (fqn,)
-        if key not in alike:
-            known = 1 < len(entry.chunks) <= MAX_RANKED
-            ranks = [rank_of[index] for index in entry.chunks.file_indexes()] if known else None
-            alike[key] = layout(entry.shape, entry.chunks, ranks, n_ranks, stacked)
-        layouts[fqn] = alike[key]
-    return layouts
-
-
 def _files(checkpoint: Checkpoint) -> tuple[FileSummary, ...]:
     found = []
     for name in dict.fromkeys([*checkpoint.files, *sorted(checkpoint.usage)]):
@@ -207,10 +175,10 @@ def _files(checkpoint: Checkpoint) -> tuple[FileSummary, ...]:
     return tuple(found)
 
 
-def _tensor(entry: TensorEntry, shown: str, chunks: bool) -> TensorSummary:
+def _tensor(entry: TensorEntry, found: Layout, chunks: bool) -> TensorSummary:
     kept = tuple(entry.chunks) if chunks else None
     files = tuple(entry.chunks.files())
-    return TensorSummary(entry.fqn, entry.dtype, entry.shape, entry.nbytes, shown, len(entry.chunks), files, kept)
+    return TensorSummary(entry.fqn, entry.dtype, entry.shape, entry.nbytes, found, len(entry.chunks), files, kept)
 
 
 def corner_sizes(shape: Ints) -> Ints:

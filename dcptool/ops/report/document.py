@@ -93,7 +93,7 @@ class _Shards:
     def row(self, tensor: TensorSummary) -> list[Any]:
         """Return the row of a tensor."""
         dtype = self.dtypes.setdefault(tensor.dtype, len(self.dtypes))
-        layout = self.layouts.setdefault(tensor.layout, len(self.layouts))
+        layout = self.layouts.setdefault(str(tensor.layout), len(self.layouts))
         return [tensor.fqn, dtype, [*tensor.shape], tensor.nbytes, layout, *self._chunks(tensor.fqn)]
 
     def _chunks(self, fqn: str) -> list[int]:

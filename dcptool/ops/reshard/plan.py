@@ -234,10 +234,10 @@ def _notes(checkpoint: Checkpoint, selection: Selection, rules: LayoutRules, wan
         if not any(map(placement.matches, names)):
             notes.append(f"--placement {placement.glob!r} matches no tensor; names are such as {_named(names)}")
     if rules.kept:
-        first, words = next(iter(rules.kept.items()))
+        first, found = next(iter(rules.kept.items()))
         others = ", …" if len(rules.kept) > 1 else ""
         keep = "keeps its boxes" if len(rules.kept) == 1 else "keep their boxes"
-        notes.append(f"{_tensors(len(rules.kept))} {keep}, spread over the ranks: {first!r} ({words}){others}")
+        notes.append(f"{_tensors(len(rules.kept))} {keep}, spread over the ranks: {first!r} ({found}){others}")
         hint, fitting = mesh_hint(rules.kept, wanted.n_ranks)
         if hint:
             notes.append(f"{hint} would cut {_tensors(len(fitting))} as {wanted.n_ranks} ranks do: {_named(fitting)}")

@@ -13,11 +13,10 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Extent, Ints
 from dcptool.checkpoint.families import PER_RANK
-from dcptool.checkpoint.layouts import layout
+from dcptool.checkpoint.layouts import Layout, is_stacked, layout
 from dcptool.checkpoint.regions import Box, volume
 from dcptool.checkpoint.selection import SelectedObject, SelectedTensor, Selection
 from dcptool.errors import LayoutError
-from dcptool.ops.inspect.summary import is_stacked
 from dcptool.ops.reshard.assign import Held, Share
 from dcptool.ops.reshard.mesh import Cut, Mesh, Placement, boxes_of, mislabelled
 
@@ -52,7 +51,7 @@ class LayoutRules:
         self._source_ranks = source.world_size or 1
         self._alike: dict[tuple[object, ...], Sequence[Share]] = {}
         self._followed = _Parameters(selection, wanted.placements)
-        self.kept: dict[str, str] = {}
+        self.kept: dict[str, Layout] = {}
         """Tensors whose boxes are kept for want of a rule: name → layout."""
         self.unplaced: list[str] = []
         """Tensors of a mesh that no placement matches."""
@@ -114,9 +113,7 @@ class LayoutRules:
         ranks = [rank_of(chunk.item.file) for chunk in chunks if chunk.item and 0 not in chunk.sizes]
         if len(set(ranks)) < len(ranks) and None not in ranks:
             return None
-        words = layout(item.entry.shape, chunks, stacked=is_stacked(self._source, item.entry.fqn))
-        cut, _, rest = words.partition(" ×")
-        return int(cut[6:-1]) if cut.startswith("Shard(") and "," not in rest else None
+        return layout(item.entry.shape, chunks, stacked=is_stacked(self._source, item.entry.fqn)).sharded_dim
 
     def _on_mesh(self, name: str, shape: Ints, mesh: Mesh, placement: Placement) -> Sequence[Share]:
         cuts = tuple(cut._replace(dim=cut.dim + len(shape) if cut.dim < 0 else cut.dim) for cut in placement.cuts)
@@ -265,7 +262,7 @@ def like_ranks(like: Checkpoint) -> int:
     return like.world_size or 1
 
 
-def mesh_hint(kept: Mapping[str, str], n_ranks: int) -> tuple[str, list[str]]:
+def mesh_hint(kept: Mapping[str, Layout], n_ranks: int) -> tuple[str, list[str]]:
     """Say which --mesh would cut tensors of two sharded dimensions as that many ranks do, and which it would.
 
     Args:
@@ -275,16 +272,14 @@ def mesh_hint(kept: Mapping[str, str], n_ranks: int) -> tuple[str, list[str]]:
     Returns:
         The options, "" if none would; and the names of the tensors that are sharded along these dimensions.
     """
-    alike: dict[tuple[int, str, str], list[str]] = {}
-    for name, words in kept.items():
-        cuts = [part.partition(" ×") for part in words.split(" + ")[0].split(", ")]
-        if len(cuts) != 2 or not all(cut.startswith("Shard(") and count.isdigit() for cut, _, count in cuts):
+    alike: dict[tuple[int, int, int], list[str]] = {}
+    for name, found in kept.items():
+        if len(found.shards) != 2 or found.n_layers is not None:
             continue
-        inner = int(cuts[1][2])
-        if n_ranks % inner == 0:
-            outer_dim, inner_dim = (cut[6:-1] for cut, _, _ in cuts)
-            alike.setdefault((inner, inner_dim, outer_dim), []).append(name)
+        outer, inner = found.shards
+        if n_ranks % inner.n_parts == 0:
+            alike.setdefault((inner.n_parts, inner.dim, outer.dim), []).append(name)
     if not alike:
         return "", []
-    (inner, inner_dim, outer_dim), names = max(alike.items(), key=lambda item: len(item[1]))
-    return f"--mesh dp={n_ranks // inner},tp={inner} --placement 'GLOB=tp:{inner_dim},dp:{outer_dim}'", names
+    (count, inner_dim, outer_dim), names = max(alike.items(), key=lambda item: len(item[1]))
+    return f"--mesh dp={n_ranks // count},tp={count} --placement 'GLOB=tp:{inner_dim},dp:{outer_dim}'", names
