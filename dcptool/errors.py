@@ -13,16 +13,34 @@
     ├── WorkerError               (RuntimeError)          a process of a group was lost or failed
     └── TrainingError             (RuntimeError)          a training job could not save or restore, on some rank
 
-Every message is one or two lines: what is wrong, where (path, fqn, byte range), what to do next.
+Every error says in one or two lines what is wrong, where (path, fqn, byte range), and what to do next.
 What is *found* in a checkpoint is not raised: see `findings`.
 """
 
+from __future__ import annotations
+
 
 class DcptoolError(Exception):
-    """Base of every error dcptool raises on purpose; the command line exits 3 on it."""
+    """Base of every error dcptool raises on purpose; the command line exits 3 on it.
+
+    Attributes:
+        message: what is wrong and where, one line for most.
+        next_step: what the user can do now, one sentence, or empty.
+        told_elsewhere: another process of the same group tells the user.
+    """
 
     told_elsewhere = False
-    """Another process of the same group tells the user."""
+
+    def __init__(self, message: str = "", *, next_step: str = "") -> None:
+        super().__init__(message)
+        self.message, self.next_step = message, next_step
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.next_step}" if self.next_step else self.message
+
+    def saying(self, message: str, *, next_step: str | None = None) -> DcptoolError:
+        """Return an error of the same class with another message; the next step stays if none is given."""
+        return type(self)(message, next_step=self.next_step if next_step is None else next_step)
 
 
 class CheckpointNotFoundError(DcptoolError, FileNotFoundError):
@@ -32,12 +50,9 @@ class CheckpointNotFoundError(DcptoolError, FileNotFoundError):
 class SeveralCheckpointsError(CheckpointNotFoundError):
     """A folder holds several checkpoints where one is wanted: `path` is the folder, `parts` are their paths."""
 
-    def __init__(self, message: str, path: str, parts: tuple[str, ...]) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, path: str = "", parts: tuple[str, ...] = (), *, next_step: str = "") -> None:
+        super().__init__(message, next_step=next_step)
         self.path, self.parts = path, parts
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (str(self), self.path, self.parts)
 
 
 class MetadataError(DcptoolError, ValueError):

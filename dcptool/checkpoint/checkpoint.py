@@ -231,5 +231,5 @@ class Checkpoint(Mapping[str, Entry]):
             place = join(self.root, item.file) if item else self.path
             where = f", bytes {item.byte_offset}–{item.byte_offset + item.nbytes}" if item else ""
             at = f" chunk at {list(chunk.offsets)}" if chunk and chunk.offsets else ""
-            what = str(error).removeprefix(f"{place}: ")
-            raise type(error)(f"{place}{where}: {entry.fqn!r}{at}: {what}") from error
+            what = error.message.removeprefix(f"{place}: ")
+            raise error.saying(f"{place}{where}: {entry.fqn!r}{at}: {what}") from error

@@ -82,7 +82,9 @@ def lookup(name: str) -> DType:
     try:
         return BY_NAME[name]
     except KeyError:
-        raise UnsupportedError(f"dtype {name!r} is unknown to this dcptool; a newer version may know it") from None
+        raise UnsupportedError(
+            f"dtype {name!r} is unknown to this dcptool", next_step="a newer version may know it"
+        ) from None
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -95,7 +97,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
     form = lookup(name).numpy
     if form is None:
-        raise UnsupportedError(f"dtype {name} cannot be read into an array; torch cannot load it from DCP either")
+        raise UnsupportedError(
+            f"dtype {name} cannot be read into an array", next_step="torch cannot load it from DCP either"
+        )
     if form == "complex32":
         return np.dtype([("real", "<f2"), ("imag", "<f2")])
     if form.startswith(("bfloat", "float8")):

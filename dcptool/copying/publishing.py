@@ -188,8 +188,8 @@ def _require_space(folder: str, nbytes: int) -> None:
         raise StorageError(f"{folder}: {error.strerror or error}") from error
     if nbytes > free:
         raise StorageError(
-            f"not enough space: {folder} has {free:,} bytes free, {nbytes:,} are needed\n"
-            "Free some, or choose a place on another disk."
+            f"not enough space: {folder} has {free:,} bytes free, {nbytes:,} are needed",
+            next_step="Free some, or choose a place on another disk.",
         )
 
 

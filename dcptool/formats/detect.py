@@ -71,7 +71,7 @@ def open_checkpoint(path: str | os.PathLike[str], also: Sequence[str | os.PathLi
     if len(parts) == 1 or any(part.name == "" for part in parts):
         return open_part(location, parts[0].name)
     if not parts:
-        raise CheckpointNotFoundError(not_a_checkpoint(location))
+        raise not_a_checkpoint(location)
     root = location.storage.root
     listed = "\n".join(f"{join(root, part.name)}  ({part.kind})" for part in parts[:MAX_LISTED])
     message = f"{root} holds {len(parts)} checkpoints; name one:\n{listed}"
@@ -97,7 +97,7 @@ def open_part(location: Location, name: str) -> Checkpoint:
     files = part_files(Location(storage, None), "")
     known = format_of(files)
     if known is None:
-        raise CheckpointNotFoundError(not_a_checkpoint(Location(storage, None)))
+        raise not_a_checkpoint(Location(storage, None))
     return known.open(storage, files, "")
 
 
@@ -159,8 +159,8 @@ def find_parts(location: Location, below_whole: bool = False) -> list[Part]:
     return parts
 
 
-def not_a_checkpoint(location: Location) -> str:
-    """Say what a folder without a checkpoint looks like and what to do, one or two lines."""
+def not_a_checkpoint(location: Location) -> CheckpointNotFoundError:
+    """Return the error that a folder holds no checkpoint: what it looks like instead, and what to do."""
     files = part_files(location, "")
     names = sorted(entry.name for entry in location.storage.entries())
     root = location.storage.root
@@ -168,13 +168,15 @@ def not_a_checkpoint(location: Location) -> str:
     found, what, tool = looks_like(names, megatron_backend(location.storage, files) == "zarr")
     if found:
         also = f"; dcptool shows one file at a time: {join(root, single[0])}" if single else "."
-        return f"{root} is no DCP checkpoint: {found} looks like {what}.\n{tool} reads it{also}"
+        message = f"{root} is no DCP checkpoint: {found} looks like {what}."
+        return CheckpointNotFoundError(message, next_step=f"{tool} reads it{also}")
     if single:
         listed = ", ".join(single[:5]) + (", …" if len(single) > 5 else "")
-        return f"{root} is no DCP checkpoint, but holds torch.save files ({listed}); name one: {join(root, single[0])}"
+        message = f"{root} is no DCP checkpoint, but holds torch.save files ({listed}); "
+        return CheckpointNotFoundError(f"{message}name one: {join(root, single[0])}")
     if not names:
-        return f"{root} is empty: no checkpoint in it"
-    return (
+        return CheckpointNotFoundError(f"{root} is empty: no checkpoint in it")
+    return CheckpointNotFoundError(
         f"{root} holds no checkpoint, nor do its folders {MAX_PART_DEPTH} levels down "
         "(no .metadata, no __R_N.distcp, no safetensors)"
     )

@@ -85,15 +85,15 @@ def lay_out(checkpoint: Checkpoint, selection: Selection, to: str, wanted: Wante
     if objects == "error" and selection.objects:
         objects_ = "1 object is" if len(selection.objects) == 1 else f"{len(selection.objects):,} objects are"
         raise LayoutError(
-            f"{objects_} selected, such as {selection.objects[0].name!r}, and --objects error refuses them\n"
-            "--objects skip leaves them out, --objects keep takes them; --keys and --exclude select."
+            f"{objects_} selected, such as {selection.objects[0].name!r}, and --objects error refuses them",
+            next_step="--objects skip leaves them out, --objects keep takes them; --keys and --exclude select.",
         )
     if objects != "skip":
         return writer.lay_out(checkpoint, selection, wanted)
     if selection.objects and not selection.tensors:
         raise LayoutError(
-            f"no tensor is selected, only objects, such as {selection.objects[0].name!r}, which are left out\n"
-            f"--objects keep{writer.keeping(wanted.path)}; --keys and --exclude select."
+            f"no tensor is selected, only objects, such as {selection.objects[0].name!r}, which are left out",
+            next_step=f"--objects keep{writer.keeping(wanted.path)}; --keys and --exclude select.",
         )
     laid_out = writer.lay_out(checkpoint, selection.without_objects(), wanted)
     return laid_out._replace(skipped=tuple(item.entry.fqn for item in selection.objects))

@@ -68,7 +68,7 @@ def mark_complete(
         named = f" --marker {marker}" if marker != NAME else ""
         hint = f"dcptool verify {'--deep' if checksums else '--records'}{named} {verdict.path}"
         how = "cannot be checked" if verdict.state is State.OTHER else f"is {verdict.state.value}"
-        raise ItemError(f"{verdict.path} {how}, not marked: {verdict.reason}\nSee all: {hint}")
+        raise ItemError(f"{verdict.path} {how}, not marked: {verdict.reason}", next_step=f"See all: {hint}")
     made = make_marker(location, verdict, marker, checksums)
     location.storage.write(marker, made.document())
     return Marked(join(location.path, marker), made, verdict)

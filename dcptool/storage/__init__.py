@@ -131,7 +131,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         extra = _URL_EXTRAS.get(url.split(":", 1)[0])
         hint = f"pip install 'dcptool[{extra}]'" if extra else "install the fsspec implementation of that protocol"
-        raise UnsupportedError(f"{url}: {error}\n{hint}") from error
+        raise UnsupportedError(f"{url}: {error}", next_step=hint) from error
     return filesystem, path
 
 

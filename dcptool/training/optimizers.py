@@ -97,8 +97,8 @@ def _blank(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor)
     except Exception as error:
         name = type(optimizer).__name__
         raise UnsupportedError(
-            f"{name} has no state yet, and a copy cannot be stepped over zeros ({type(error).__name__}: {error}).\n"
-            "Save after its first step; restore with an optimizer that has taken one."
+            f"{name} has no state yet, and a copy cannot be stepped over zeros ({type(error).__name__}: {error}).",
+            next_step="Save after its first step; restore with an optimizer that has taken one.",
         ) from error
     values = copy.state.get(twin, {})
     return {name: torch.zeros_like(value) if torch.is_tensor(value) else value for name, value in values.items()}

@@ -185,8 +185,8 @@ class Reader(StorageReader):  # type: ignore[misc]
         except DcptoolError as error:
             place = join(self.checkpoint.root, item.file) if item else self._path
             span = f", bytes {item.byte_offset}–{item.byte_offset + item.nbytes}" if item else ""
-            what = str(error).removeprefix(f"{place}: ")
-            raise type(error)(what if place in what else f"{place}{span}: {entry.fqn!r}: {what}") from error
+            what = error.message.removeprefix(f"{place}: ")
+            raise error.saying(what if place in what else f"{place}{span}: {entry.fqn!r}: {what}") from error
 
 
 def _local_ranks() -> int:

@@ -187,12 +187,13 @@ def undo_transforms(data: bytes, transforms: tuple[str, ...], limit: int) -> byt
     for name in reversed(transforms):
         if name.partition("/")[0] != "stream.zstd":
             raise UnsupportedError(
-                f"its bytes went through {name!r}, which is unknown to this dcptool; a newer version may know it"
+                f"its bytes went through {name!r}, which is unknown to this dcptool",
+                next_step="a newer version may know it",
             )
         try:
             import zstandard
         except ImportError:
-            raise UnsupportedError("it is zstd-compressed; pip install 'dcptool[zstd]'") from None
+            raise UnsupportedError("it is zstd-compressed", next_step="pip install 'dcptool[zstd]'") from None
         try:
             with zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True) as stream:
                 data = _read_all(stream, limit)

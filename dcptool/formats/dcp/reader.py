@@ -43,7 +43,7 @@ def open_dcp(storage: Storage, files: Mapping[str, int], name: str = "") -> Chec
         raise UnsupportedError(f"{path} is one data file of a DCP checkpoint; name its folder: {storage.root}")
     names = metadata_names(files)
     if not names:
-        raise CheckpointNotFoundError(_unfinished(storage, files))
+        raise _unfinished(storage, files)
     with collector_paused():
         parts, unread = _all_records(storage, {name: files[name] for name in names})
         view = build(parts)
@@ -98,7 +98,7 @@ def _all_records(storage: Storage, names: Mapping[str, int]) -> tuple[dict[str, 
             parts[name] = _records(storage, name, nbytes)
         except MetadataError as error:
             failed = error
-            message = str(error).partition("\n")[0]
+            message = error.message
             kind = "rank-metadata-damaged" if nbytes else "rank-metadata-missing"
             step = f"Move it away, then {rescue_command(storage.root)} may rebuild it."
             problems.append(Finding(kind, Severity.ERROR, message, name, next_step=step))
@@ -116,8 +116,9 @@ def _records(storage: Storage, name: str, nbytes: int) -> Records:
         return read_records(storage.read(name, 0, nbytes))
     except MetadataError as error:
         step = f"move it away, then {rescue_command(storage.root)} may rebuild it"
-        raise type(error)(
-            f"{path}: {error}\nNothing can be loaded without it; resume from another step, or {step}."
+        raise error.saying(
+            f"{path}: {error.message}",
+            next_step=f"Nothing can be loaded without it; resume from another step, or {step}.",
         ) from error
 
 
@@ -126,15 +127,16 @@ def rescue_command(path: str) -> str:
     return f"dcptool rescue {path} --like STEP"
 
 
-def _unfinished(storage: Storage, files: Mapping[str, int]) -> str:
+def _unfinished(storage: Storage, files: Mapping[str, int]) -> CheckpointNotFoundError:
     ranks = sorted({rank for name in files if (rank := data_file_rank(name)) is not None})
     shown = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]}"
     temporary = next((name for name in files if name.startswith(".metadata") and name != METADATA), None)
     present = f"; {temporary} is there" if temporary else ""
-    return (
+    return CheckpointNotFoundError(
         f"{storage.root}: no .metadata, only data files of {shown}{present}: the save never finished, or this is one "
-        "node's half of it.\nResume from an older step, or bring the files of all nodes together; if they are, "
-        "dcptool rescue may rebuild it."
+        "node's half of it.",
+        next_step="Resume from an older step, or bring the files of all nodes together; if they are, dcptool rescue "
+        "may rebuild it.",
     )
 
 

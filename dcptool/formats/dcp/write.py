@@ -136,7 +136,9 @@ def _require_distinct(checkpoint: Checkpoint, selection: Selection) -> None:
     names = {item.entry.fqn for item in selection.in_order}
     for problem in checkpoint.problems:
         if problem.kind == "duplicate-name" and problem.fqn in names:
-            raise LayoutError(f"{problem.message}\nDCP names entries by text: rename one of the keys in the source.")
+            raise LayoutError(
+                problem.message, next_step=f"DCP names entries by text: rename one of the keys in the source."
+            )
 
 
 _Item = tuple[SelectedTensor | SelectedObject, Box | None]

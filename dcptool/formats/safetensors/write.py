@@ -67,7 +67,9 @@ def require_supported(tensors: Sequence[SelectedTensor]) -> None:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         listed = ", ".join(f"{tensor.name!r} ({tensor.dtype})" for tensor in wrong[:3])
         hint = " ".join(f"--exclude {tensor.entry.fqn!r}" for tensor in wrong[:3])
-        raise UnsupportedError(f"safetensors cannot hold {listed}{more}\nLeave them out ({hint}), or use --to torch.")
+        raise UnsupportedError(
+            f"safetensors cannot hold {listed}{more}", next_step=f"Leave them out ({hint}), or use --to torch."
+        )
 
 
 def one_file(name: str, tensors: Sequence[SelectedTensor]) -> OutputFile:
@@ -139,7 +141,7 @@ def _objects_file(checkpoint: Checkpoint, objects: Sequence[SelectedObject]) -> 
             values[item.name] = _plain(checkpoint.value(item.entry.fqn))
         except (ValueError, UnsupportedError, ItemError) as error:
             hint = f"Leave it out with --exclude {item.entry.fqn!r}, or all with --objects skip."
-            raise UnsupportedError(f"{item.entry.fqn!r} has no form in JSON: {error}\n{hint}") from error
+            raise UnsupportedError(f"{item.entry.fqn!r} has no form in JSON: {error}", next_step=hint) from error
     text = (json.dumps(values, indent=2, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
     return OutputFile(OBJECTS_FILE, len(text), [Literal(text)])
 

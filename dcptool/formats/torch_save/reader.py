@@ -94,8 +94,8 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
     nbytes = files[name]
     if is_legacy(storage.read(name, 0, min(nbytes, len(LEGACY_MAGIC)))):
         raise UnsupportedError(
-            f"{path} was written by torch.save before 1.6 (or with the old format asked for), which is no zip.\n"
-            "Load it with torch.load and save it again."
+            f"{path} was written by torch.save before 1.6 (or with the old format asked for), which is no zip.",
+            next_step="Load it with torch.load and save it again.",
         )
     item = Extent(name, 0, nbytes)
     try:

@@ -13,7 +13,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding, Severity
 from dcptool.checkpoint.selection import globs, require_match, unmatched
 from dcptool.checks.check import state_of
-from dcptool.errors import CheckpointNotFoundError, DcptoolError
+from dcptool.errors import DcptoolError
 from dcptool.formats.detect import (
     Part,
     find_parts,
@@ -110,7 +110,7 @@ def summarize(
         others = (part for part in parts if not run.holds(part.name))
         return Summary(run.path, (), steps, tuple(part_path(location, part) for part in others))
     if not parts:
-        raise CheckpointNotFoundError(not_a_checkpoint(location))
+        raise not_a_checkpoint(location)
     wanted = itself or parts
     opened, errors = _open_all(location, wanted)
     require_match(opened, keys, exclude)

@@ -131,7 +131,8 @@ class _Walk:
         if offsets[-1] != self._nbytes:
             raise LayoutError(
                 f"{self._path} goes on with {bytes_words(self._nbytes - offsets[-1])} at byte {offsets[-1]:,}, "
-                f"where {self._their_path} ends after {len(names):,} items\n{ANOTHER}"
+                f"where {self._their_path} ends after {len(names):,} items",
+                next_step=ANOTHER,
             )
         columns = tuple(names), tuple(old_offsets), tuple(offsets)
         return Match(self._name, self._nbytes, *columns, has_blob, len(starts))
@@ -146,7 +147,8 @@ class _Walk:
         if start != end:
             raise LayoutError(
                 f"{self._their_path}: its metadata names nothing for bytes {min(start, end):,}–{max(start, end):,}, or "
-                f"two things\n{ANOTHER}"
+                f"two things",
+                next_step=ANOTHER,
             )
 
     def _match_item(self, placed: Placed, index: int, position: int, likely_nbytes: int) -> int:
@@ -158,24 +160,25 @@ class _Walk:
             archive.records(item)
             theirs = _seen(archive, item)
         except DcptoolError as error:
-            raise ItemError(f"{self._their_path}: {name_of(placed)}: {error}\n{ANOTHER}") from error
+            raise ItemError(f"{self._their_path}: {name_of(placed)}: {error.message}", next_step=ANOTHER) from error
         if (theirs.payload is None) != (placed.chunk is None):
-            raise ItemError(f"{self._their_path}: {name_of(placed)} is {_words(theirs)}\n{ANOTHER}")
+            raise ItemError(f"{self._their_path}: {name_of(placed)} is {_words(theirs)}", next_step=ANOTHER)
         left = self._nbytes - position
         if not left:
             end = f"ends at byte {position:,}" if position else "is empty"
-            raise LayoutError(f"{self._path} {end}, before {which}\n{CUT}")
+            raise LayoutError(f"{self._path} {end}, before {which}", next_step=CUT)
         try:
             archive = zip_at_start(_reads(self._ours, self._name, position), left, likely_nbytes)
             ours = _seen(archive, Extent(self._name, position, archive.nbytes))
         except UnsupportedError:
             raise
         except DcptoolError as error:
-            raise ItemError(f"{self._path}, byte {position:,}: {which}: {error}\n{_DAMAGED}") from error
+            raise ItemError(f"{self._path}, byte {position:,}: {which}: {error.message}", next_step=_DAMAGED) from error
         if ours.traits != theirs.traits:
             raise LayoutError(
                 f"{self._path}, byte {position:,}: {which}, is {_words(ours, theirs)} here and "
-                f"{_words(theirs, ours)} there\n{ANOTHER}"
+                f"{_words(theirs, ours)} there",
+                next_step=ANOTHER,
             )
         return archive.nbytes
 
@@ -195,12 +198,14 @@ class _Walk:
         if last_start != their_start or self._nbytes - start != nbytes:
             raise LayoutError(
                 f"{self._path} has {bytes_words(self._nbytes - start)} from byte {start:,} on, {self._their_path} a "
-                f"safetensors blob of {nbytes:,}\n{CUT if self._nbytes - start < nbytes else ANOTHER}"
+                f"safetensors blob of {nbytes:,}",
+                next_step=CUT if self._nbytes - start < nbytes else ANOTHER,
             )
         if self._header(self._theirs, their_start, nbytes) != self._header(self._ours, start, nbytes):
             raise LayoutError(
                 f"{self._path}, byte {start:,}: the header of the safetensors blob is not that of {self._their_path}: "
-                f"other tensors, dtypes, shapes or places\n{ANOTHER}"
+                f"other tensors, dtypes, shapes or places",
+                next_step=ANOTHER,
             )
 
     def _header(self, window: Window, start: int, nbytes: int) -> tuple[Any, ...]:
@@ -208,7 +213,9 @@ class _Walk:
         try:
             header = read_header(_reads(window, self._name, start), nbytes)
         except DcptoolError as error:
-            raise ItemError(f"{join(window.root, self._name)}, byte {start:,}: {error}\n{ANOTHER}") from error
+            raise ItemError(
+                f"{join(window.root, self._name)}, byte {start:,}: {error.message}", next_step=ANOTHER
+            ) from error
         return header.tensors, header.saved_offsets, header.data_offset
 
 

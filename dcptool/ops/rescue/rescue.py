@@ -113,11 +113,11 @@ def rescue(
         raise CheckpointNotFoundError(f"{location.path} is a file; name the folder with the data files")
     before = list_files(location)
     if os.path.realpath(location.path) == os.path.realpath(locate(like).path):
-        raise LayoutError(f"{location.path} is the checkpoint itself\n{ANOTHER}")
+        raise LayoutError(f"{location.path} is the checkpoint itself", next_step=ANOTHER)
     sibling = _sibling(like)
     lost = _lost(location, before, sibling)
     if os.path.realpath(location.path) == os.path.realpath(sibling.path):
-        raise LayoutError(f"{sibling.path} is the checkpoint itself\n{ANOTHER}")
+        raise LayoutError(f"{sibling.path} is the checkpoint itself", next_step=ANOTHER)
     names = _same_files(location, before, sibling)
     target = os.fspath(output) if output is not None else location.path
     if output is not None:
@@ -161,12 +161,12 @@ def _sibling(like: str | os.PathLike[str]) -> Checkpoint:
     try:
         sibling = open_checkpoint(like)
     except (CheckpointNotFoundError, MetadataError) as error:  # what else could be done about it is of no use here
-        raise type(error)(f"{str(error).partition(chr(10))[0]}\n{ANOTHER}") from error
+        raise error.saying(error.message, next_step=ANOTHER) from error
     if sibling.format is not DCP:
-        raise UnsupportedError(f"{sibling.path} is {sibling.flavour}, no DCP directory\n{ANOTHER}")
+        raise UnsupportedError(f"{sibling.path} is {sibling.flavour}, no DCP directory", next_step=ANOTHER)
     errors = [finding for finding in check(sibling).findings if finding.severity is Severity.ERROR]
     if errors:
-        raise ItemError(f"{sibling.path} is damaged itself: {errors[0].message}\n{ANOTHER}")
+        raise ItemError(f"{sibling.path} is damaged itself: {errors[0].message}", next_step=ANOTHER)
     return sibling
 
 
@@ -178,7 +178,9 @@ def _placements(sibling: Checkpoint) -> dict[str, FileItems]:
         by_file = FileItems(replace(sibling, entries=view.entries, table=view.table))
         for file in by_file.files:
             if file in placements:
-                raise LayoutError(f"{sibling.path}: several of its metadata files place items in {file}\n{ANOTHER}")
+                raise LayoutError(
+                    f"{sibling.path}: several of its metadata files place items in {file}", next_step=ANOTHER
+                )
             placements[file] = by_file
     return placements
 
@@ -190,26 +192,29 @@ def _lost(location: Location, files: Mapping[str, DirEntry], sibling: Checkpoint
         raise StorageError(f"{location.path} is being written, as {sign} says; wait until it is done")
     path = join(location.path, METADATA)
     if METADATA in files and not files[METADATA].nbytes:
-        raise OutputExistsError(f"{path} is there, but empty, and nothing is replaced\nMove it away, then try again.")
+        raise OutputExistsError(
+            f"{path} is there, but empty, and nothing is replaced", next_step=f"Move it away, then try again."
+        )
     if METADATA in files:
         raise OutputExistsError(
-            f"{path} is there ({files[METADATA].nbytes:,} bytes): nothing is lost, and nothing is replaced\n"
-            f"dcptool verify {location.path} tells whether it is whole; if it is not, move it away first."
+            f"{path} is there ({files[METADATA].nbytes:,} bytes): nothing is lost, and nothing is replaced",
+            next_step=f"dcptool verify {location.path} tells whether it is whole; if it is not, move it away first.",
         )
     theirs = metadata_names(sibling.files)
     ours = rank_metadata(files)
     if theirs == [METADATA] and ours:
         raise LayoutError(
-            f"{location.path} has {ours[0]}: it was saved with use_collectives=False, {sibling.path} was not\n{ANOTHER}"
+            f"{location.path} has {ours[0]}: it was saved with use_collectives=False, {sibling.path} was not",
+            next_step=ANOTHER,
         )
     extra = [name for name in ours if name not in theirs]
     if extra:
-        raise LayoutError(f"{sibling.path} has no {extra[0]}, {location.path} has\n{ANOTHER}")
+        raise LayoutError(f"{sibling.path} has no {extra[0]}, {location.path} has", next_step=ANOTHER)
     lost = [name for name in theirs if name not in ours]
     if not lost:
         raise OutputExistsError(
-            f"{location.path} has all of {theirs[0]} … {theirs[-1]}: nothing is lost\n"
-            f"dcptool verify {location.path} tells whether it is whole."
+            f"{location.path} has all of {theirs[0]} … {theirs[-1]}: nothing is lost",
+            next_step=f"dcptool verify {location.path} tells whether it is whole.",
         )
     return lost
 
@@ -220,18 +225,20 @@ def _same_files(location: Location, files: Mapping[str, DirEntry], sibling: Chec
     ours = {name for name in files if _is_data(name) or name in sibling.usage}
     if not ours:
         raise CheckpointNotFoundError(
-            f"{location.path} holds no data files (__R_N.distcp)\nName the folder that holds them."
+            f"{location.path} holds no data files (__R_N.distcp)", next_step=f"Name the folder that holds them."
         )
     missing, extra = sorted(theirs - ours, key=_order), sorted(ours - theirs, key=_order)
     if missing:
         raise LayoutError(
             f"{location.path} has no {missing[0]}, {sibling.path} has ({len(theirs):,} data files there, "
-            f"{len(ours):,} here)\nBring the files of all nodes together; if they are, name a step of the same layout."
+            f"{len(ours):,} here)",
+            next_step=f"Bring the files of all nodes together; if they are, name a step of the same layout.",
         )
     if extra:
         raise LayoutError(
             f"{location.path} has {extra[0]}, {sibling.path} has not ({len(theirs):,} data files there, "
-            f"{len(ours):,} here)\n{ANOTHER}"
+            f"{len(ours):,} here)",
+            next_step=ANOTHER,
         )
     return sorted(ours, key=_order)
 
@@ -256,7 +263,7 @@ def _metadata(
         try:
             written[name] = relocated(sibling.storage.read(name, 0, sibling.files[name]), moves, path, save_id)
         except DcptoolError as error:
-            raise type(error)(f"{join(sibling.path, name)}: {error}\n{ANOTHER}") from error
+            raise error.saying(f"{join(sibling.path, name)}: {error.message}", next_step=ANOTHER) from error
     return written
 
 
@@ -273,9 +280,8 @@ def _proven(
     if problems:
         more = [f"… and {len(problems) - MAX_LISTED:,} more"] if len(problems) > MAX_LISTED else []
         lines = [f"{storage.root} is damaged, nothing was written:", *problems[:MAX_LISTED], *more]
-        raise ItemError(
-            "\n".join([*lines, "Copy these files again from where they were saved, or resume from another step."])
-        )
+        step = "Copy these files again from where they were saved, or resume from another step."
+        raise ItemError("\n".join(lines), next_step=step)
     return proofs
 
 

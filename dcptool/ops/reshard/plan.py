@@ -127,7 +127,9 @@ def source_here() -> tuple[str, tuple[str, ...]]:
     found = find_latest(here)
     if found.path is None:
         why = found.problem or f"{found.run}: no step is complete; dcptool verify {found.run} says why"
-        raise CheckpointNotFoundError(f"{why}\nName the checkpoint to reshard: dcptool reshard --world-size N SRC")
+        raise CheckpointNotFoundError(
+            why, next_step=f"Name the checkpoint to reshard: dcptool reshard --world-size N SRC"
+        )
     passed = [
         f"{verdict.name} is {verdict.state.value} and was passed over: {verdict.reason}" for verdict in found.skipped
     ]

@@ -128,7 +128,8 @@ class LayoutRules:
             raise LayoutError(
                 f"{name!r}: {shape[wrong.dim]} elements of dimension {wrong.dim} do not divide over "
                 f"{'+'.join(wrong.mesh_dims)} and what cuts them again; torch's DTensor mislabels such shards and does "
-                "not load them.\nPlace this tensor otherwise, or choose another mesh."
+                "not load them.",
+                next_step="Place this tensor otherwise, or choose another mesh.",
             )
         return self._shares(shape, mesh, cuts)
 

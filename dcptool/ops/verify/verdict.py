@@ -248,7 +248,8 @@ def _check_parts(
         message = f"{location.path} is empty: the save never wrote anything"
         return _Found((), (Finding("empty", Severity.ERROR, message),))
     if not names:
-        return _other("not-a-checkpoint", not_a_checkpoint(location))
+        reason = not_a_checkpoint(location)
+        return _other("not-a-checkpoint", reason.message, reason.next_step)
     if "" not in names and is_run_of(base_name(location.path), names):
         runs = find_runs(location)
         message = f"{location.path} is a run directory: name a step of it"
@@ -278,8 +279,8 @@ def _check_parts(
     return _Found(tuple(reports), tuple(problems), tally)
 
 
-def _other(kind: str, message: str) -> _Found:
-    return _Found((), (Finding(kind, Severity.ERROR, message),), Tally(), True)
+def _other(kind: str, message: str, step: str = "") -> _Found:
+    return _Found((), (Finding(kind, Severity.ERROR, message, next_step=step),), Tally(), True)
 
 
 def _check(
@@ -298,7 +299,7 @@ def _check(
 def _unopened(location: Location, name: str, listing: Mapping[str, DirEntry], error: DcptoolError) -> Finding:
     """Return what it means that a part did not open."""
     path = join(location.path, name)
-    message, _, step = str(error).removeprefix(f"{path}: ").partition("\n")
+    message, step = error.message.removeprefix(f"{path}: "), error.next_step
     kind = "bad-metadata"
     if isinstance(error, CheckpointNotFoundError) or _is_metadata_empty(listing, name):
         kind = "no-metadata"
