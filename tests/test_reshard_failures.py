@@ -253,7 +253,7 @@ class TestPlaces:
     def test_two_runs_to_one_place(self, job):
         running = [job.start(code=SLOW) for _ in range(2)]
         done = sorted(one.wait() for one in running)
-        assert [one.code for one in done] == [0, 3]
+        assert [one.code for one in done] == [0, 3], done
         assert re.search(r"^error: .*/out/step_7 is there already$", done[1].err.strip())
         assert [path.name for path in job.out.iterdir()] == ["step_7"]
         assert dcptool.verify(job.target, dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
