@@ -34,9 +34,9 @@ real_write = member._write
 def told_write(group, *rest):
     global RANK
     RANK = group.rank
-    with open(f"{{FLAGS}}/{{group.rank}}.tmp", "w") as file:
+    with open(f"{{FLAGS}}/{{os.getpid()}}.tmp", "w") as file:
         file.write(str(os.getpid()))
-    os.rename(f"{{FLAGS}}/{{group.rank}}.tmp", f"{{FLAGS}}/{{group.rank}}")
+    os.rename(f"{{FLAGS}}/{{os.getpid()}}.tmp", f"{{FLAGS}}/{{group.rank}}")
     return real_write(group, *rest)
 member._write = told_write
 real_sink_write = local.LocalSink.write
