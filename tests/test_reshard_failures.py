@@ -25,8 +25,8 @@ from tests.ranks import Shard, save  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore")
 N_TENSORS = 30
 PRELUDE = """
-import errno, os, signal, time
-from dcptool.groups import group, supervisor
+import os, time
+from dcptool.groups import forked
 from dcptool.ops.reshard import member
 from dcptool.storage import local
 FLAGS = {flags!r}
@@ -145,11 +145,11 @@ class TestLost:
 
     def test_a_worker_never_arrives(self, job):
         code = """
-        real_group = supervisor.Group
+        real_group = forked.ProcessGroup
         def late(store, rank, *rest):
             time.sleep(100 * (rank == 1))
             return real_group(store, rank, *rest)
-        supervisor.Group = late
+        forked.ProcessGroup = late
         """
         running = job.start("--timeout", "2s", code=code)
         job.require_error(running, r"^error: rank 1 of 2 never arrived, waited 2 s for it", within=8)
