@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import textwrap
 import time
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from dcptool import groups  # noqa: E402
 from dcptool.errors import ItemError, SeveralCheckpointsError, WorkerError  # noqa: E402
 from dcptool.groups.audience import Audience  # noqa: E402
 from dcptool.groups.group import ProcessGroup  # noqa: E402
 from dcptool.groups.sharing import agree, blocks, contribute, require_going, values_of  # noqa: E402
-from dcptool.groups.together import work_together  # noqa: E402
+from dcptool.groups.together import require_gloo, work_together  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NUMBERS = [str(number) for number in range(7)]
@@ -42,6 +44,23 @@ def test_members_share_and_gather_numbers():
     assert total == 21
     assert len({os.getpid(), *members}) == 3
     assert sum(told) == 7
+
+
+def test_the_example_of_the_page_runs(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_text("line\n" * 5)
+    code = textwrap.dedent(re.search(r"^    def work.*?(?=^\S)", groups.__doc__, re.MULTILINE | re.DOTALL)[0])
+    names = {
+        **{tool.__name__: tool for tool in (agree, blocks, contribute, values_of, require_gloo, work_together)},
+        "ProcessGroup": ProcessGroup,
+        "Audience": Audience,
+        "os": os,
+        "folder": tmp_path,
+        "progress": None,
+        "n_lines": lambda name: (tmp_path / name).read_text().count("\n"),
+    }
+    exec(code, names)
+    assert names["total"] == 15
 
 
 @pytest.mark.parametrize("value", [None, 0, "x"])
