@@ -19,6 +19,8 @@ What is *found* in a checkpoint is not raised: see `findings`.
 
 from __future__ import annotations
 
+from copy import copy
+
 
 class DcptoolError(Exception):
     """Base of every error dcptool raises on purpose; the command line exits 3 on it.
@@ -40,7 +42,10 @@ class DcptoolError(Exception):
 
     def saying(self, message: str, *, next_step: str | None = None) -> DcptoolError:
         """Return an error of the same class with another message; the next step stays if none is given."""
-        return type(self)(message, next_step=self.next_step if next_step is None else next_step)
+        other = copy(self)
+        other.args, other.message = (message,), message
+        other.next_step = self.next_step if next_step is None else next_step
+        return other
 
 
 class CheckpointNotFoundError(DcptoolError, FileNotFoundError):
@@ -50,8 +55,8 @@ class CheckpointNotFoundError(DcptoolError, FileNotFoundError):
 class SeveralCheckpointsError(CheckpointNotFoundError):
     """A folder holds several checkpoints where one is wanted: `path` is the folder, `parts` are their paths."""
 
-    def __init__(self, message: str, path: str = "", parts: tuple[str, ...] = (), *, next_step: str = "") -> None:
-        super().__init__(message, next_step=next_step)
+    def __init__(self, message: str, path: str = "", parts: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
         self.path, self.parts = path, parts
 
 

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dcptool.ops.reshard.member import Audience, run_member
+from dcptool.groups.audience import Audience
+from dcptool.ops.reshard.member import reshard_member
 from dcptool.ops.reshard.reshard import Resharded, ReshardOptions
 
 
@@ -35,4 +36,4 @@ class Alone:
 def reshard_alone(source: Path, target: Path, **options: Any) -> Resharded:
     """Reshard as the only member of a group."""
     began = time.perf_counter()
-    return run_member(Alone(), str(source), str(target), ReshardOptions(**options), began, Audience())  # type: ignore[arg-type]
+    return reshard_member(Alone(), Audience(), str(source), str(target), ReshardOptions(**options), began)  # type: ignore[arg-type]

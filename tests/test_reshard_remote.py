@@ -137,7 +137,7 @@ def test_a_second_run_to_one_place_removes_nothing_of_the_first(commands, source
 
 def test_what_is_removed_from_a_store_stops_looking_whole_first(monkeypatch):
     """Stopped after the marker was written and before anybody heard of it: marker and metadata go before the data."""
-    from dcptool.groups import supervisor
+    from dcptool.groups import unfinished
 
     deleted: list[str] = []
 
@@ -145,10 +145,12 @@ def test_what_is_removed_from_a_store_stops_looking_whole_first(monkeypatch):
         def delete(self, name: str) -> None:
             deleted.append(name)
 
-    monkeypatch.setattr(supervisor, "storage_at", lambda url: Store())
-    watch = supervisor._Watch(None)
-    watch._written = "s3://bucket/run/step_1"
-    watch._made = ["__0_0.distcp", "__1_0.distcp", ".metadata", "_COMPLETE"]
-    watch.end()
+    monkeypatch.setattr(unfinished, "storage_at", lambda url: Store())
+    output = unfinished.UnfinishedOutput()
+    made = ["__0_0.distcp", "__1_0.distcp", ".metadata", "_COMPLETE"]
+    output.note("writing", ("s3://bucket/run/step_1", ("_COMPLETE", ".metadata")))
+    for name in made:
+        output.note("made", name)
+    output.remove()
     assert set(deleted[:2]) == {"_COMPLETE", ".metadata"}
-    assert sorted(deleted) == sorted(watch._made)
+    assert sorted(deleted) == sorted(made)

@@ -17,8 +17,8 @@ from dcptool.checkpoint.layouts import Layout
 from dcptool.checkpoint.layouts import Shard as LayoutShard
 from dcptool.checkpoint.regions import first_gap, volume
 from dcptool.errors import LayoutError
-from dcptool.ops.reshard.assign import Held, Share, assign
-from dcptool.ops.reshard.mesh import Cut, Mesh, boxes_of, mislabelled, parse_mesh, parse_placement
+from dcptool.ops.reshard.assign import Held, Holding, assign
+from dcptool.ops.reshard.mesh import Mesh, MeshCut, boxes_of, mislabelled, parse_mesh, parse_placement
 from dcptool.ops.reshard.plan import ReshardOptions, default_target, make_plan, options_problem
 from dcptool.ops.reshard.rules import mesh_hint
 from tests.alone import reshard_alone
@@ -47,7 +47,7 @@ def cases(draw):
         take = draw(st.integers(1, len(order)))
         names, order = tuple(order[:take]), order[take:]
         if draw(st.booleans()):
-            cuts.append(Cut(names, draw(st.integers(0, len(shape) - 1))))
+            cuts.append(MeshCut(names, draw(st.integers(0, len(shape) - 1))))
     return shape, mesh, tuple(cuts)
 
 
@@ -93,7 +93,7 @@ def test_boxes_are_those_of_dtensor_in_mesh_order(shape, sizes, chance: random.R
     mesh = Mesh(NAMES[: len(sizes)], sizes)
     dims = [chance.randrange(-1, len(shape)) for _ in sizes]
     placements = [Replicate() if dim < 0 else TorchShard(dim) for dim in dims]
-    cuts = [Cut((name,), dim) for name, dim in zip(mesh.names, dims, strict=True) if dim >= 0]
+    cuts = [MeshCut((name,), dim) for name, dim in zip(mesh.names, dims, strict=True) if dim >= 0]
     theirs = [
         _compute_local_shape_and_global_offset(shape, sizes, list(place), placements) for place in mesh.coordinates()
     ]
@@ -108,7 +108,7 @@ def test_fsdp_over_tensor_parallelism_is_dtensor_or_named_as_mislabelled():
     wrong = 0
     for dp, tp, rows in itertools.product(range(1, 6), range(1, 6), range(40)):
         mesh = Mesh(("dp", "tp"), (dp, tp))
-        cuts = (Cut(("tp",), 0), Cut(("dp",), 0))
+        cuts = (MeshCut(("tp",), 0), MeshCut(("dp",), 0))
         placements = [_StridedShard(0, split_factor=tp), TorchShard(0)]
         found = [
             _compute_local_shape_and_global_offset((rows,), (dp, tp), list(place), placements)
@@ -129,8 +129,8 @@ class TestAsWritten:
         assert (mesh.names, mesh.sizes, mesh.n_ranks) == (("dp", "tp"), (6, 8), 48)
         placement = parse_placement("*.a=b.weight=tp:1,dp:-2", mesh)
         assert placement.glob == "*.a=b.weight"
-        assert placement.cuts == (Cut(("tp",), 1), Cut(("dp",), -2))
-        assert parse_placement("x=dp+tp:0", mesh).cuts == (Cut(("dp", "tp"), 0),)
+        assert placement.cuts == (MeshCut(("tp",), 1), MeshCut(("dp",), -2))
+        assert parse_placement("x=dp+tp:0", mesh).cuts == (MeshCut(("dp", "tp"), 0),)
         assert parse_placement("x=", mesh).cuts == ()
 
     @pytest.mark.parametrize("text", ["", "dp", "dp=0", "dp=x", "dp=2,dp=3", "dp=2,,tp=2", "dp=9999999", "4"])
@@ -203,7 +203,7 @@ class TestDefaultRule:
         there = boxes(tmp_path / "there")
         row = Mesh(("r",), (n_ranks,))
         for name, tensor in tensors.items():
-            wanted = boxes_of(tuple(tensor.shape), row, (Cut(("r",), int(name == "cols")),))
+            wanted = boxes_of(tuple(tensor.shape), row, (MeshCut(("r",), int(name == "cols")),))
             assert sorted(there[name]) == sorted(set(wanted)), name
             assert np.array_equal(dcptool.open(tmp_path / "there").read(name), tensor.numpy())
         assert there["whole"] == [((0,), (8,))]
@@ -313,10 +313,10 @@ def test_what_all_ranks_hold_goes_to_the_first_that_has_least(n_ranks, items):
     held, planned, expected = [], [0] * n_ranks, {}
     for number, (weight, rank) in enumerate(items):
         ranks = range(n_ranks) if rank < 0 else (rank % n_ranks,)
-        held.append(Held(str(number), weight, [Share(((), ()), ranks)]))
+        held.append(Held(str(number), weight, [Holding(((), ()), ranks)]))
     # Each rank proposes what it is the first to hold.
-    for item in sorted(held, key=lambda item: item.shares[0].ranks[0]):
-        chosen = min(item.shares[0].ranks, key=planned.__getitem__)
+    for item in sorted(held, key=lambda item: item.holdings[0].ranks[0]):
+        chosen = min(item.holdings[0].ranks, key=planned.__getitem__)
         planned[chosen] += item.weight or 1
         expected[item.name] = chosen
     files = assign(held, n_ranks).files

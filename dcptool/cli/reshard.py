@@ -70,7 +70,8 @@ def reshard(
     Runs a gloo process group of a few local workers; under torchrun it joins torchrun's group instead.
     """
     from dcptool.cli.progress import bar
-    from dcptool.ops.reshard.reshard import ReshardOptions, options_problem, speaks_for_all
+    from dcptool.groups.torchrun import speaks_for_all
+    from dcptool.ops.reshard.reshard import ReshardOptions, options_problem
     from dcptool.ops.reshard.reshard import reshard as reshard_path
     from dcptool.render.reshard import plan_text, resharded_json, resharded_line
     from dcptool.words import shown

@@ -1,5 +1,28 @@
-"""Several processes as one: a gloo process group whose members notice who is gone, and what supervises it.
+"""Several processes as one: a gloo process group whose members notice who is gone. Knows nothing of checkpoints.
 
-group       membership, sharing, gathering; under torchrun too
-supervisor  forks the members on one machine, watches them, ends all when one is lost
+together    a work done by a group: torchrun's where it started us, else forked on this machine
+sharing     how members share a work and come to one end: `agree`, `contribute`, `values_of`, `blocks`
+group       membership: meeting, sharing and gathering values, and who is gone
+audience    who is told what a member does: bytes, where output grows, which files it makes
+torchrun    whether torchrun started us, who then talks to the user, and joining its group
+supervisor  forks members, watches them, ends all when one is lost
+forked      what a forked member does around its work
+unfinished  what lost members leave, and its removal
+
+A work is a callable that every member calls with (group, audience). All call the same of `sharing` in the same order,
+and raise only there, so that all return the same, which can be pickled, or raise the same error, which is told once. In
+between each does its part, and tells the audience its bytes and, if it writes, where and what it makes:
+
+    def work(group: ProcessGroup, audience: Audience) -> int:
+        names = agree(group, lambda: sorted(os.listdir(folder)))  # rank 0 decides
+        mine = blocks(names, group.size)[group.rank]
+        found = contribute(group, audience, lambda: sum(map(n_lines, mine)))  # each its part; an error is gathered, too
+        return agree(group, lambda: sum(values_of(found)))  # rank 0 makes one of it, or raises what one met
+
+    require_gloo("count")
+    total = work_together(4, work, timeout=300.0, progress=progress)
+
+A long part calls `require_going(group)` now and then. A work that publishes output tells `audience.writing` before it
+writes there and `audience.published` after, and makes files in an object store through `NotedStorage`: so whoever is
+left removes what is unfinished. Messages take for granted that the command has --workers and --timeout.
 """

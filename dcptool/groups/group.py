@@ -2,7 +2,7 @@
 
 A collective of gloo waits for its timeout when a member is missing, and does not say which. So members first meet at a
 store: each says that it has come, and says every second that it is alive; who is silent for too long, or has left, is
-named.
+named. Knows only that there are members, and values they pass around: not what they work at, nor who started them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 from dcptool.errors import DcptoolError, WorkerError
@@ -32,7 +31,7 @@ JOINED = (
 )
 
 
-class Group:
+class ProcessGroup:
     """This process's membership in the group.
 
     Args:
@@ -78,13 +77,13 @@ class Group:
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=limit)
         except RuntimeError as error:
             raise WorkerError(
-                f"rank {self.rank} of {self.size} cannot connect to the others by gloo: {_first_line(error)}\n"
-                "Between machines GLOO_SOCKET_IFNAME names the network interface to use."
+                f"rank {self.rank} of {self.size} cannot connect to the others by gloo: {first_line(error)}",
+                next_step="Between machines GLOO_SOCKET_IFNAME names the network interface to use.",
             ) from error
 
     def fail(self) -> None:
         """Tell the others that this member has failed, so that they stop."""
-        with _Translated():
+        with _connected():
             self._store.set("failed", str(self.rank))
 
     def halt(self) -> None:
@@ -112,7 +111,7 @@ class Group:
 
         self._meet()
         box = [value if self.rank == 0 else None]
-        with _Translated():
+        with _connected():
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
@@ -124,11 +123,11 @@ class Group:
         """
         import torch.distributed as dist
 
-        with _Translated():
+        with _connected():
             self._store.set(f"gave {self.rank}", "")
         self._meet()
         found: list[Any] = [None] * self.size
-        with _Translated():
+        with _connected():
             dist.all_gather_object(found, value)
         return found
 
@@ -151,7 +150,7 @@ class Group:
         """Wait until all members have come here; who left before, or is silent for the whole timeout, is gone."""
         self._n_meetings += 1
         meeting = f"meeting {self._n_meetings}"
-        with _Translated():
+        with _connected():
             self._store.set(f"{meeting} {self.rank}", "here")
             missing = [rank for rank in range(self.size) if rank != self.rank]
             silences: dict[int, tuple[bytes, float]] = {}
@@ -225,18 +224,18 @@ class Group:
             os._exit(1)
 
 
-class _Translated:
-    """Turns what torch raises when a connection breaks into an error of ours."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, DcptoolError):
-            raise WorkerError(
-                f"the connection to another process of the group broke ({_first_line(error)}): it was stopped, or its "
-                "machine is gone"
-            ) from error
+@contextmanager
+def _connected() -> Iterator[None]:
+    """Turn what torch raises when a connection breaks into an error of ours."""
+    try:
+        yield
+    except DcptoolError:
+        raise
+    except RuntimeError as error:
+        raise WorkerError(
+            f"the connection to another process of the group broke ({first_line(error)}): it was stopped, or its "
+            "machine is gone"
+        ) from error
 
 
 def _gone(rank: int, size: int, timeout: float, came: bool) -> str:
@@ -245,46 +244,6 @@ def _gone(rank: int, size: int, timeout: float, came: bool) -> str:
     return f"rank {rank} of {size} gave no sign of life for {timeout:g} s: it was killed, or its machine is gone"
 
 
-def under_torchrun() -> bool:
-    """Tell whether torchrun, or something like it, started this process as one of several."""
-    there = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    return there and os.environ["WORLD_SIZE"] != "1"
-
-
-def torchrun_group(timeout: float) -> Group:
-    """Join the group that torchrun made.
-
-    Raises:
-        WorkerError: it does not form.
-    """
-    import torch.distributed as dist
-
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store: Any = dist.TCPStore(
-            host, int(port), size, hosts, timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True
-        )
-    except ValueError as error:
-        raise WorkerError(f"RANK, WORLD_SIZE or MASTER_PORT in the environment is no number: {error}") from error
-    except RuntimeError as error:
-        who = "cannot be opened here" if hosts else "does not answer: rank 0, or torchrun on its machine, is not there"
-        raise WorkerError(f"{host}:{port}, where the processes meet, {who} ({_first_line(error)})\n{JOINED}") from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Group(dist.PrefixStore(f"attempt {attempt}", store), rank, size, timeout, hosts=hosts)
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of what torch raised, cut: the rest are C++ stacks."""
     return str(error).partition("\n")[0][:200]
-
-
-def blocks(names: Sequence[str], n_members: int) -> list[list[str]]:
-    """Cut a list into contiguous blocks, one for each member, as equally long as can be.
-
-    >>> blocks(["a", "b", "c"], 2)
-    [['a', 'b'], ['c']]
-    """
-    step, longer = divmod(len(names), n_members)
-    bounds = [index * step + min(index, longer) for index in range(n_members + 1)]
-    return [list(names[start:end]) for start, end in pairwise(bounds)]

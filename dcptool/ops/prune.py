@@ -190,7 +190,7 @@ def _pointers(run: Run) -> Mapping[str, str]:
     """Return what pointers name; one that cannot be read may name anything, so nothing is deleted then."""
     pointers = read_pointers(run)
     if pointers.problems:
-        raise StorageError(pointers.problems[0].message, next_step=f"Nothing is deleted: it may name a step.")
+        raise StorageError(pointers.problems[0].message, next_step="Nothing is deleted: it may name a step.")
     return pointers.named
 
 

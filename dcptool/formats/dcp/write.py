@@ -137,7 +137,7 @@ def _require_distinct(checkpoint: Checkpoint, selection: Selection) -> None:
     for problem in checkpoint.problems:
         if problem.kind == "duplicate-name" and problem.fqn in names:
             raise LayoutError(
-                problem.message, next_step=f"DCP names entries by text: rename one of the keys in the source."
+                problem.message, next_step="DCP names entries by text: rename one of the keys in the source."
             )
 
 

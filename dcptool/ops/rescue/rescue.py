@@ -193,7 +193,7 @@ def _lost(location: Location, files: Mapping[str, DirEntry], sibling: Checkpoint
     path = join(location.path, METADATA)
     if METADATA in files and not files[METADATA].nbytes:
         raise OutputExistsError(
-            f"{path} is there, but empty, and nothing is replaced", next_step=f"Move it away, then try again."
+            f"{path} is there, but empty, and nothing is replaced", next_step="Move it away, then try again."
         )
     if METADATA in files:
         raise OutputExistsError(
@@ -225,14 +225,14 @@ def _same_files(location: Location, files: Mapping[str, DirEntry], sibling: Chec
     ours = {name for name in files if _is_data(name) or name in sibling.usage}
     if not ours:
         raise CheckpointNotFoundError(
-            f"{location.path} holds no data files (__R_N.distcp)", next_step=f"Name the folder that holds them."
+            f"{location.path} holds no data files (__R_N.distcp)", next_step="Name the folder that holds them."
         )
     missing, extra = sorted(theirs - ours, key=_order), sorted(ours - theirs, key=_order)
     if missing:
         raise LayoutError(
             f"{location.path} has no {missing[0]}, {sibling.path} has ({len(theirs):,} data files there, "
             f"{len(ours):,} here)",
-            next_step=f"Bring the files of all nodes together; if they are, name a step of the same layout.",
+            next_step="Bring the files of all nodes together; if they are, name a step of the same layout.",
         )
     if extra:
         raise LayoutError(

@@ -1,9 +1,10 @@
 """reshard: the layout of one number of ranks, or mesh, to that of another.
 
-reshard  who does it: this process, its forks, or torchrun's
+reshard  the call: paths looked at, then a group put to work
 plan     what would be done
 rules    which rank would hold which box
 mesh     meshes and placements as users write them
 assign   which of several ranks stores it, as torch's planner decides
 member   what each process of the group does
+result   what was written, or would be
 """

@@ -17,7 +17,7 @@ from dcptool.checkpoint.regions import Box
 from dcptool.formats.dcp.write import Arrangement
 
 
-class Share(NamedTuple):
+class Holding(NamedTuple):
     """A box of a tensor, or an object where it is None, and the ranks that hold it, ascending."""
 
     box: Box | None
@@ -29,17 +29,17 @@ class Held(NamedTuple):
 
     Attributes:
         name: of the entry.
-        weight: what torch's balancing counts for each share: bytes of the whole tensor, 1 for what has none.
-        shares: one for each offset, since a checkpoint holds one chunk for each.
+        weight: what torch's balancing counts for each holding: bytes of the whole tensor, 1 for what has none.
+        holdings: one for each offset, since a checkpoint holds one chunk for each.
     """
 
     name: str
     weight: int
-    shares: Sequence[Share]
+    holdings: Sequence[Holding]
 
 
 def assign(entries: Sequence[Held], n_ranks: int) -> Arrangement:
-    """Assign every share to one of the ranks that hold it.
+    """Assign every holding to one of the ranks that hold it.
 
     Args:
         entries: in the order of the state dict.
@@ -50,14 +50,14 @@ def assign(entries: Sequence[Held], n_ranks: int) -> Arrangement:
     """
     proposed: list[list[tuple[int, int]]] = [[] for _ in range(n_ranks)]
     for position, entry in enumerate(entries):
-        for index, share in enumerate(entry.shares):
-            proposed[share.ranks[0]].append((position, index))
+        for index, holding in enumerate(entry.holdings):
+            proposed[holding.ranks[0]].append((position, index))
     planned = [0] * n_ranks
     everywhere, least = range(n_ranks), [(0, rank) for rank in range(n_ranks)]
     kept: list[list[tuple[int, int]]] = [[] for _ in range(n_ranks)]
     for proposals in proposed:
         for position, index in proposals:
-            ranks = entries[position].shares[index].ranks
+            ranks = entries[position].holdings[index].ranks
             if len(ranks) == 1:
                 rank = ranks[0]
             elif ranks == everywhere:
@@ -69,7 +69,7 @@ def assign(entries: Sequence[Held], n_ranks: int) -> Arrangement:
     files: dict[str, Sequence[tuple[str, Box | None]]] = {}
     boxes: dict[str, list[Box]] = {}
     for rank, items in enumerate(kept):
-        found = [(entries[position].name, entries[position].shares[index].box) for position, index in sorted(items)]
+        found = [(entries[position].name, entries[position].holdings[index].box) for position, index in sorted(items)]
         for name, box in found:
             boxes.setdefault(name, []).extend([box] if box else ())
         files[f"__{rank}_0.distcp"] = sorted(found, key=lambda item: item[1] is not None)

@@ -40,7 +40,7 @@ class Mesh(NamedTuple):
         return itertools.product(*map(range, self.sizes))
 
 
-class Cut(NamedTuple):
+class MeshCut(NamedTuple):
     """One step of a placement: these mesh dimensions, folded into one row-major, cut this dimension of the tensor."""
 
     mesh_dims: tuple[str, ...]
@@ -54,7 +54,7 @@ class Placement(NamedTuple):
     """
 
     glob: str
-    cuts: tuple[Cut, ...]
+    cuts: tuple[MeshCut, ...]
 
     def matches(self, fqn: str) -> bool:
         """Tell whether it is for a tensor of that name."""
@@ -95,7 +95,7 @@ def parse_placement(text: str, mesh: Mesh) -> Placement:
         match = _CUT.fullmatch(part)
         if not match:
             raise LayoutError(f"--placement {text}: {part!r} is no cut; write tp:1 or dp+cp:0")
-        cuts.append(Cut(tuple(match[1].split("+")), int(match[2])))
+        cuts.append(MeshCut(tuple(match[1].split("+")), int(match[2])))
     used = [name for cut in cuts for name in cut.mesh_dims]
     unknown = [name for name in used if name not in mesh.names]
     if unknown:
@@ -105,7 +105,7 @@ def parse_placement(text: str, mesh: Mesh) -> Placement:
     return Placement(glob, tuple(cuts))
 
 
-def boxes_of(shape: Ints, mesh: Mesh, cuts: Sequence[Cut]) -> list[Box]:
+def boxes_of(shape: Ints, mesh: Mesh, cuts: Sequence[MeshCut]) -> list[Box]:
     """Return the box that each rank holds, in rank order.
 
     Args:
@@ -156,7 +156,7 @@ def chunk_of(size: int, count: int, part: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
-def mislabelled(shape: Ints, mesh: Mesh, cuts: Sequence[Cut]) -> Cut | None:
+def mislabelled(shape: Ints, mesh: Mesh, cuts: Sequence[MeshCut]) -> MeshCut | None:
     """Return the cut for which torch's DTensor names other boxes than it holds, None if there is none.
 
     Where an inner mesh dimension cuts before an outer one on the same dimension (FSDP2 over tensor parallelism),

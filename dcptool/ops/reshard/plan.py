@@ -128,7 +128,7 @@ def source_here() -> tuple[str, tuple[str, ...]]:
     if found.path is None:
         why = found.problem or f"{found.run}: no step is complete; dcptool verify {found.run} says why"
         raise CheckpointNotFoundError(
-            why, next_step=f"Name the checkpoint to reshard: dcptool reshard --world-size N SRC"
+            why, next_step="Name the checkpoint to reshard: dcptool reshard --world-size N SRC"
         )
     passed = [
         f"{verdict.name} is {verdict.state.value} and was passed over: {verdict.reason}" for verdict in found.skipped

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
 from dcptool.copying.publishing import require_place
-from dcptool.errors import UnsupportedError
-from dcptool.groups.group import torchrun_group, under_torchrun
-from dcptool.groups.supervisor import run_workers
-from dcptool.ops.reshard.member import Resharded, Speaking, read_paths, run_member, summarize_plan
+from dcptool.groups.together import require_gloo, work_together
+from dcptool.groups.torchrun import under_torchrun
+from dcptool.ops.reshard.member import read_paths, reshard_member
 from dcptool.ops.reshard.plan import ReshardOptions, make_plan, options_problem
+from dcptool.ops.reshard.result import Resharded, summarize_plan
 from dcptool.storage import Progress, is_url, locate
 
-__all__ = ["ReshardOptions", "Resharded", "options_problem", "reshard", "speaks_for_all"]
+__all__ = ["ReshardOptions", "Resharded", "options_problem", "reshard"]
 
 DEFAULTS = ReshardOptions()
 
@@ -63,25 +64,10 @@ def reshard(
         return summarize_plan(plan, options, workers, time.perf_counter() - began, False)
     if not under_torchrun():
         _require_paths(source, target, options)
-    try:
-        import torch.distributed as dist
-    except ImportError:
-        raise UnsupportedError("reshard needs torch: pip install 'dcptool[torch]'; --dry-run does not") from None
-    if not dist.is_available() or not dist.is_gloo_available():
-        raise UnsupportedError("reshard needs a torch that has gloo")
-    if not under_torchrun():
-        n_workers = _n_workers(options, options.world_size or os.cpu_count() or 1)
-        return run_workers(n_workers, source, target, options, began, progress)
-    group = torchrun_group(options.timeout)
-    try:
-        return run_member(group, source, target, options, began, Speaking(progress))
-    finally:
-        group.leave()
-
-
-def speaks_for_all() -> bool:
-    """Tell whether this process is the one of its group that talks to the user."""
-    return not under_torchrun() or os.environ["RANK"] == "0"
+    require_gloo("reshard", "--dry-run does not")
+    work = partial(reshard_member, source=source, target=target, options=options, began=began)
+    n_workers = _n_workers(options, options.world_size or os.cpu_count() or 1)
+    return work_together(n_workers, work, options.timeout, progress, publishes=True)
 
 
 def _require_paths(source: str | None, target: str | None, options: ReshardOptions) -> None:

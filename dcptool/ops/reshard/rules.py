@@ -17,8 +17,8 @@ from dcptool.checkpoint.layouts import Layout, is_stacked, layout
 from dcptool.checkpoint.regions import Box, volume
 from dcptool.checkpoint.selection import SelectedObject, SelectedTensor, Selection
 from dcptool.errors import LayoutError
-from dcptool.ops.reshard.assign import Held, Share
-from dcptool.ops.reshard.mesh import Cut, Mesh, Placement, boxes_of, mislabelled
+from dcptool.ops.reshard.assign import Held, Holding
+from dcptool.ops.reshard.mesh import Mesh, MeshCut, Placement, boxes_of, mislabelled
 
 MAX_LISTED = 10
 
@@ -49,7 +49,7 @@ class LayoutRules:
         self._n_ranks = wanted.n_ranks
         self._everywhere = range(wanted.n_ranks)
         self._source_ranks = source.world_size or 1
-        self._alike: dict[tuple[object, ...], Sequence[Share]] = {}
+        self._alike: dict[tuple[object, ...], Sequence[Holding]] = {}
         self._followed = _Parameters(selection, wanted.placements)
         self.kept: dict[str, Layout] = {}
         """Tensors whose boxes are kept for want of a rule: name → layout."""
@@ -77,11 +77,11 @@ class LayoutRules:
         if like is not None and item.name in like:
             return _as_in(like, item)
         if isinstance(item, SelectedObject):
-            return Held(item.name, 1, [Share(None, self._ranks_of_object(item.name))])
+            return Held(item.name, 1, [Holding(None, self._ranks_of_object(item.name))])
         shape = item.entry.shape
         weight = volume(shape) * dtypes.lookup(item.dtype).itemsize
         if not shape:
-            return Held(item.name, weight, [Share(((), ()), self._everywhere)])
+            return Held(item.name, weight, [Holding(((), ()), self._everywhere)])
         placement = self._followed.placement(item)
         if placement is not None and self._wanted.mesh:
             return Held(item.name, weight, self._on_mesh(item.name, shape, self._wanted.mesh, placement))
@@ -93,9 +93,9 @@ class LayoutRules:
             if len(boxes) > 1:
                 self.kept[item.name] = layout(shape, item.entry.chunks)
             weight = weight if len(boxes) <= 1 else weight // len(boxes)
-            return Held(item.name, weight, [Share(box, self._everywhere) for box in _distinct(boxes)])
+            return Held(item.name, weight, [Holding(box, self._everywhere) for box in _distinct(boxes)])
         row = Mesh(("ranks",), (self._n_ranks,))
-        return Held(item.name, weight, self._shares(shape, row, (Cut(("ranks",), dim),)))
+        return Held(item.name, weight, self._holdings(shape, row, (MeshCut(("ranks",), dim),)))
 
     def _ranks_of_object(self, name: str) -> Sequence[int]:
         """Return who may hold an object: what names a rank belongs to that one, or to some other if it is no more."""
@@ -115,7 +115,7 @@ class LayoutRules:
             return None
         return layout(item.entry.shape, chunks, stacked=is_stacked(self._source, item.entry.fqn)).sharded_dim
 
-    def _on_mesh(self, name: str, shape: Ints, mesh: Mesh, placement: Placement) -> Sequence[Share]:
+    def _on_mesh(self, name: str, shape: Ints, mesh: Mesh, placement: Placement) -> Sequence[Holding]:
         cuts = tuple(cut._replace(dim=cut.dim + len(shape) if cut.dim < 0 else cut.dim) for cut in placement.cuts)
         outside = next((cut for cut in cuts if not 0 <= cut.dim < len(shape)), None)
         if outside:
@@ -131,16 +131,16 @@ class LayoutRules:
                 "not load them.",
                 next_step="Place this tensor otherwise, or choose another mesh.",
             )
-        return self._shares(shape, mesh, cuts)
+        return self._holdings(shape, mesh, cuts)
 
-    def _shares(self, shape: Ints, mesh: Mesh, cuts: Sequence[Cut]) -> Sequence[Share]:
+    def _holdings(self, shape: Ints, mesh: Mesh, cuts: Sequence[MeshCut]) -> Sequence[Holding]:
         """Return the distinct boxes of all ranks with who holds them; tensors of one shape share them."""
         key = (shape, mesh, tuple(cuts))
         if key not in self._alike:
             holders: dict[Ints, tuple[Box, list[int]]] = {}
             for rank, box in enumerate(boxes_of(shape, mesh, cuts)):
                 holders.setdefault(box[0], (box, []))[1].append(rank)
-            self._alike[key] = [Share(box, tuple(ranks)) for box, ranks in holders.values()]
+            self._alike[key] = [Holding(box, tuple(ranks)) for box, ranks in holders.values()]
         return self._alike[key]
 
 
@@ -216,9 +216,9 @@ def _as_in(like: Checkpoint, item: SelectedTensor | SelectedObject) -> Held:
     """Take over boxes and ranks of an entry."""
     other = like[item.name]
     if not isinstance(other, TensorEntry):
-        return Held(item.name, 1, [Share(None, (_rank_in(like, other.item),))])
-    shares = [Share((chunk.offsets, chunk.sizes), (_rank_in(like, chunk.item),)) for chunk in other.chunks]
-    return Held(item.name, other.nbytes, shares)
+        return Held(item.name, 1, [Holding(None, (_rank_in(like, other.item),))])
+    holdings = [Holding((chunk.offsets, chunk.sizes), (_rank_in(like, chunk.item),)) for chunk in other.chunks]
+    return Held(item.name, other.nbytes, holdings)
 
 
 def _repacked(source: Checkpoint, items: Sequence[SelectedTensor | SelectedObject], n_files: int) -> list[Held]:
@@ -234,13 +234,13 @@ def _repacked(source: Checkpoint, items: Sequence[SelectedTensor | SelectedObjec
             stored += boxes
     stored.sort(key=lambda place: place[:2])
     total = sum(_nbytes(items[position], box) for _, position, box in stored) or 1
-    shares: list[list[Share]] = [[] for _ in items]
+    holdings: list[list[Holding]] = [[] for _ in items]
     done = 0
     for _, position, box in stored:
         nbytes = _nbytes(items[position], box)
-        shares[position].append(Share(box, (min((done + nbytes // 2) * n_files // total, n_files - 1),)))
+        holdings[position].append(Holding(box, (min((done + nbytes // 2) * n_files // total, n_files - 1),)))
         done += nbytes
-    return [Held(item.name, 1, found) for item, found in zip(items, shares, strict=True)]
+    return [Held(item.name, 1, found) for item, found in zip(items, holdings, strict=True)]
 
 
 def _rank_in(checkpoint: Checkpoint, item: Extent | None) -> int:

@@ -1,0 +1,82 @@
+"""What a reshard answers. Decides nothing, and reads no values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from dcptool.copying.engine import memory_nbytes
+from dcptool.ops.guards import leftover_notes, source_notes
+from dcptool.ops.reshard.plan import Plan, ReshardOptions
+
+
+class Resharded(NamedTuple):
+    """What was written, or would be.
+
+    Attributes:
+        source, path: of the source and of the output.
+        world_size: ranks of the target.
+        n_tensors, n_objects: how many are in it.
+        nbytes: of all tensors' values.
+        rank_nbytes: bytes of each rank's data file.
+        metadata_nbytes: bytes of `.metadata` and of the marker.
+        workers: processes that shared the work, or would.
+        memory_nbytes: bytes of buffers in each of them.
+        seconds: wall time, torch's start included.
+        notes: worth knowing, one sentence each.
+        published: whether it was written.
+    """
+
+    source: str
+    path: str
+    world_size: int
+    n_tensors: int
+    n_objects: int
+    nbytes: int
+    rank_nbytes: tuple[int, ...]
+    metadata_nbytes: int
+    workers: int
+    memory_nbytes: int
+    seconds: float
+    notes: tuple[str, ...]
+    published: bool
+
+    @property
+    def nbytes_out(self) -> int:
+        """Bytes of all files."""
+        return sum(self.rank_nbytes) + self.metadata_nbytes
+
+
+def summarize_plan(
+    plan: Plan,
+    options: ReshardOptions,
+    workers: int,
+    seconds: float,
+    published: bool,
+    unproven: Collection[str] = (),
+) -> Resharded:
+    """Return a plan as a result.
+
+    Args:
+        plan, options: what was, or would be, done.
+        workers: processes that shared the work, or would.
+        seconds: wall time so far.
+        published: whether it was written.
+        unproven: names of the tensors that were read and have no checksums.
+    """
+    threads = options.threads or 1
+    return Resharded(
+        plan.source.path,
+        plan.target,
+        plan.n_ranks,
+        len(plan.selection.tensors),
+        len(plan.selection.objects),
+        sum(item.nbytes for item in plan.selection.tensors),
+        tuple(file.nbytes for file in plan.layout.files),
+        sum(file.nbytes for file in plan.layout.last),
+        workers,
+        memory_nbytes(1, threads),
+        seconds,
+        (*plan.notes, *source_notes(plan.source, plan.selection, unproven), *leftover_notes(plan.target)),
+        published,
+    )
