@@ -5,8 +5,12 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
+
 from benchmarks.results import how, load, markdown, put
 from benchmarks.rows import MAIN
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.kinds import KINDS, Kind, Severity
 from tests.conftest import ROOT
 
 ROW = re.compile(r"\| (R\d\d) \| (.+?) \| (.+) \|")
@@ -90,24 +94,43 @@ def test_the_tables_of_speed_are_what_was_measured(pytestconfig):
         assert how(chosen) in path.read_text()
 
 
-def kinds_of_findings() -> set[str]:
-    """Every word that code gives a finding as its kind: as first argument, or by way of a variable named so."""
-    found: list[ast.expr] = []
-    for path in (ROOT / "dcptool").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        if "Finding" not in path.read_text():
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Finding", "note", "_other"):
-                found += node.args[:1]
-            elif isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["kind"]:
-                found.append(node.value)
-    words = (part.value for expression in found for part in ast.walk(expression) if isinstance(part, ast.Constant))
-    return {word for word in words if isinstance(word, str) and re.fullmatch("[a-z]+(-[a-z]+)*", word)}
+def kinds_in_code() -> set[str]:
+    """Every word of the table of kinds that stands in code outside it."""
+    table = ROOT / "dcptool" / "checkpoint" / "kinds.py"
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "dcptool").rglob("*.py") if path != table)
+    return {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)} & KINDS.keys()
 
 
-def test_every_kind_of_finding_is_documented():
-    kinds = kinds_of_findings()
-    assert {"missing-file", "unmatched-glob", "per-rank", "run-directory", "no-metadata"} <= kinds
-    text = (ROOT / "docs" / "json.md").read_text()
-    assert sorted(kind for kind in kinds if f"`{kind}`" not in text) == []
+def table_of_kinds() -> str:
+    """The table of kinds of findings, as docs/json.md has it."""
+    rows = [f"| `{name}` | {kind.severity.value} | {_effect(kind)} | {kind.meaning} |" for name, kind in KINDS.items()]
+    return "\n".join(["| kind | severity | state | means |", "|---|---|---|---|", *rows])
+
+
+def _effect(kind: Kind) -> str:
+    return kind.effect.value if kind.severity is Severity.ERROR else ""
+
+
+def test_the_kinds_of_findings_are_those_of_the_table(pytestconfig):
+    path = ROOT / "docs" / "json.md"
+    begin, end = "<!-- kinds -->\n", "\n<!-- end of kinds -->"
+    head, _, rest = path.read_text().partition(begin)
+    if pytestconfig.getoption("--update-golden"):
+        path.write_text(f"{head}{begin}{table_of_kinds()}{end}{rest.partition(end)[2]}")
+    assert f"{begin}{table_of_kinds()}{end}" in path.read_text()
+
+
+def test_every_kind_of_the_table_is_found_by_some_code():
+    assert sorted(KINDS.keys() - kinds_in_code()) == []
+
+
+def test_only_a_kind_of_the_table_can_be_found():
+    with pytest.raises(KeyError, match="no-such-kind"):
+        Finding.of("no-such-kind", "it is not in the table")
+    made = [
+        f"{path.name}:{node.lineno}"
+        for path in (ROOT / "dcptool").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Finding"
+    ]
+    assert made == [], "made by Finding.of, which looks into the table"

@@ -10,9 +10,9 @@ import pytest
 
 import dcptool
 from dcptool import Level, VerifyOptions
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding, state_of
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checks import items
-from dcptool.checks.check import state_of
 from dcptool.errors import ItemError, StorageError
 from dcptool.ops.prune import plan_prune
 from dcptool.ops.verify.verdict import State, judge

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import dcptool
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checks.check import Level
 from dcptool.errors import OutputExistsError, StorageError, UnsupportedError
 from dcptool.formats.marker import is_marker
@@ -559,7 +560,7 @@ class TestCommandLine:
         folder = steps(tmp_path, "step_1")
         found = latest(folder)
         warning = Finding("unknown-global", Severity.WARNING, "the metadata names posix.system")
-        from dcptool.render.verify import latest_lines
+        from dcptool.render.latest import latest_lines
 
         assert latest_lines(found) == []
         found = found._replace(verdict=found.verdict._replace(findings=(warning,)))

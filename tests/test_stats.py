@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dcptool
-from dcptool.checkpoint.findings import Severity
+from dcptool.checkpoint.kinds import Severity
 from dcptool.copying import reading
 from dcptool.ops.inspect import moments, stats
 from dcptool.ops.inspect.moments import Moments, measure

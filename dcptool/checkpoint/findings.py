@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-
-class Severity(str, Enum):
-    """How much a finding matters."""
-
-    ERROR = "error"
-    """Some data is missing, wrong or unreadable."""
-    WARNING = "warning"
-    """Probably not what was meant; nothing is proven wrong."""
-    NOTE = "note"
-    """Worth knowing."""
+from dcptool.checkpoint.kinds import KINDS, Effect, Kind, Severity
 
 
 class Finding(NamedTuple):
-    """One thing found, with where it is and what to do about it.
+    """One thing found, with where it is and what to do about it; made by `of`.
 
     Attributes:
-        kind: stable machine-readable word, such as `missing-file`.
+        kind: stable machine-readable word, such as `missing-file`; see `kinds.KINDS`.
         severity: how much it matters.
         message: one sentence for a person; names what and where.
         file: file name relative to the checkpoint, if the finding is about a file.
@@ -42,11 +32,45 @@ class Finding(NamedTuple):
     byte_range: tuple[int, int] | None = None
     next_step: str = ""
 
+    @classmethod
+    def of(cls, kind: str, message: str, *where: Any, severity: Severity | None = None, **more: Any) -> Finding:
+        """Return a finding of a kind that the table knows, with its severity unless another is given."""
+        return cls(kind, severity or KINDS[kind].severity, message, *where, **more)
+
+    @property
+    def traits(self) -> Kind:
+        """What the table says of its kind."""
+        return KINDS[self.kind]
+
+    @property
+    def is_error(self) -> bool:
+        """Whether some data is missing, wrong or unreadable."""
+        return self.severity is Severity.ERROR
+
+
+def errors(findings: Iterable[Finding]) -> list[Finding]:
+    """Return those that are errors, in their order."""
+    return [finding for finding in findings if finding.is_error]
+
+
+def state_of(findings: Iterable[Finding]) -> str:
+    """Return what errors make of a state: the worst of `kinds.Effect`, "complete" if there are none."""
+    effects = {finding.traits.effect for finding in errors(findings)}
+    return next((effect.value for effect in Effect if effect in effects), "complete")
+
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Return findings by severity, errors first; those of one severity stay in their order."""
     order = list(Severity)
     return sorted(findings, key=lambda finding: order.index(finding.severity))
+
+
+def inside(part: str, finding: Finding) -> Finding:
+    """Return a finding of a part as one of the folder that holds it; `part` is its path there, "" the folder itself."""
+    if not part:
+        return finding
+    file = f"{part}/{finding.file}" if finding.file else part
+    return finding._replace(file=file, message=f"{part}: {finding.message}")
 
 
 def problem_and_step(message: str) -> tuple[str, str]:
@@ -57,11 +81,3 @@ def problem_and_step(message: str) -> tuple[str, str]:
     """
     problem, _, step = message.partition("; ")
     return problem, step
-
-
-def inside(part: str, finding: Finding) -> Finding:
-    """Return a finding of a part as one of the folder that holds it; `part` is its path there, "" the folder itself."""
-    if not part:
-        return finding
-    file = f"{part}/{finding.file}" if finding.file else part
-    return finding._replace(file=file, message=f"{part}: {finding.message}")

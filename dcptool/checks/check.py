@@ -14,22 +14,18 @@ from typing import NamedTuple
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.cover import Cover, cover
 from dcptool.checkpoint.entries import TensorEntry
-from dcptool.checkpoint.findings import Finding, Severity, worst_first
+from dcptool.checkpoint.findings import Finding, errors, worst_first
 from dcptool.checkpoint.items import FileItems
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import volume
 from dcptool.checks.copies import overlap_verdict, replica_problems
 from dcptool.checks.extents import edge_problems, extent_problems, short_items
 from dcptool.checks.families import family_problems
 from dcptool.checks.files import file_problems, mixed_times
-from dcptool.checks.items import UNSUPPORTED, Tally, item_problems
+from dcptool.checks.items import Tally, item_problems
 from dcptool.checks.paths import path_problems
 from dcptool.errors import LayoutError
 from dcptool.storage import Progress
-
-INCOMPLETE_KINDS = frozenset(
-    {"no-metadata", "missing-file", "short-file", "rank-metadata-missing", "missing-part", "lfs-pointer", "empty"}
-)
-"""Kinds of errors that say something is not there, rather than wrong."""
 
 
 class Level(IntEnum):
@@ -56,7 +52,7 @@ class CheckReport(NamedTuple):
     @property
     def good(self) -> bool:
         """Whether nothing is missing or wrong as far as was looked."""
-        return not any(finding.severity is Severity.ERROR for finding in self.findings)
+        return not errors(self.findings)
 
 
 def check(
@@ -96,7 +92,7 @@ def check(
     if checkpoint.format.boxes_in_files and any(problem.kind == "missing-file" for problem in problems):
         problems = [problem for problem in problems if problem.kind != "hole"]  # what the missing files held
     if level is Level.METADATA:
-        problems += edge_problems(checkpoint, by_file, {p.file for p in problems if p.severity is Severity.ERROR})
+        problems += edge_problems(checkpoint, by_file, {problem.file for problem in errors(problems)})
     if written is not None and checkpoint.format.saved_by_ranks:
         problems += mixed_times(checkpoint, written, list(filter(checkpoint.format.is_metadata, checkpoint.files)))
     tally = Tally()
@@ -125,7 +121,7 @@ def cover_problems(checkpoint: Checkpoint, known_exact: Iterable[str] = (), deep
         try:
             found = cover(entry.shape, entry.chunks)
         except LayoutError as error:
-            problems.append(Finding("cover-unknown", Severity.WARNING, f"{fqn!r}: {error}", None, fqn))
+            problems.append(Finding.of("cover-unknown", f"{fqn!r}: {error}", None, fqn))
             continue
         if found.n_missing:
             problems.append(_hole(entry, found))
@@ -140,7 +136,7 @@ def _hole(entry: TensorEntry, found: Cover) -> Finding:
     message = f"{entry.fqn!r}: no chunk holds {found.n_missing:,} of its {n_elements:,} elements"
     message += f" ({found.n_missing / n_elements:.0%}), the first at {list(offsets)} sizes {list(sizes)}"
     step = "torch fills such holes with whatever is in memory; resume from another step."
-    return Finding("hole", Severity.ERROR, message, None, entry.fqn, offsets, sizes, next_step=step)
+    return Finding.of("hole", message, None, entry.fqn, offsets, sizes, next_step=step)
 
 
 def _overlap(checkpoint: Checkpoint, entry: TensorEntry, found: Cover, deep: bool) -> Finding:
@@ -153,18 +149,18 @@ def _overlap(checkpoint: Checkpoint, entry: TensorEntry, found: Cover, deep: boo
     words = {"equal": "they hold the same values there", "different": "they hold different values there"}
     message += f"; {words.get(verdict, 'which of them counts is not defined')}"
     severity = Severity.WARNING if verdict == "equal" else Severity.ERROR
-    return Finding("overlap", severity, message, None, entry.fqn, first.offsets, first.sizes)
+    return Finding.of("overlap", message, None, entry.fqn, first.offsets, first.sizes, severity=severity)
 
 
 def _unprovable(checkpoint: Checkpoint) -> list[Finding]:
     """Say what an opened checkpoint leaves open at every level."""
     if not len(checkpoint):
         message = "nothing was saved: it holds no tensor and no object"
-        return [Finding("nothing-saved", Severity.WARNING, message, next_step="Was the state dict empty?")]
+        return [Finding.of("nothing-saved", message, next_step="Was the state dict empty?")]
     if checkpoint.variant.open_shapes:
         message = "whether files of further shards are missing cannot be told: the format does not record whole shapes"
         step = "dcptool mark, run when they are all there, makes a loss visible."
-        return [Finding("last-shards-unknown", Severity.NOTE, message, next_step=step)]
+        return [Finding.of("last-shards-unknown", message, next_step=step)]
     return []
 
 
@@ -175,18 +171,4 @@ def _unverifiable(checkpoint: Checkpoint, tally: Tally) -> list[Finding]:
     items = "item" if tally.n_items == 1 else "items"
     message = f"{share} {items} ({tally.unverifiable_nbytes:,} bytes) are stored without checksums: not verifiable"
     step = "What is there was read; whether it is what was saved only a marker with checksums can tell."
-    return [Finding("not-verifiable", Severity.NOTE, message, next_step=step)]
-
-
-def state_of(problems: Iterable[Finding]) -> str:
-    """Return "complete", "incomplete" (something is not there), "damaged" (anything else wrong), or "other".
-
-    That is: nothing is known to be wrong, but items could not be looked into.
-    """
-    kinds = {problem.kind for problem in problems if problem.severity is Severity.ERROR}
-    if not kinds:
-        return "complete"
-    kinds -= {UNSUPPORTED}
-    if not kinds:
-        return "other"
-    return "incomplete" if kinds <= INCOMPLETE_KINDS else "damaged"
+    return [Finding.of("not-verifiable", message, next_step=step)]

@@ -13,7 +13,8 @@ from dcptool.checkpoint.cover import Overlap
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Chunk
 from dcptool.checkpoint.fill import fill, numpy_empty
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import Box, cut_box
 from dcptool.errors import DcptoolError
 

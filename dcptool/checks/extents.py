@@ -10,7 +10,7 @@ from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Chunk, Extent
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.items import FileItems, Placed, name_of
 from dcptool.errors import StorageError
 
@@ -30,7 +30,7 @@ def extent_problems(checkpoint: Checkpoint, by_file: FileItems) -> list[Finding]
             problems.append(_overlap(file, by_file.item(file, index - 1), by_file.item(file, index)))
         if len(overlapping) > MAX_PER_FILE:
             message = f"{len(overlapping) - MAX_PER_FILE:,} more items of {file} lie over one another"
-            problems.append(Finding("items-overlap", Severity.ERROR, message, file))
+            problems.append(Finding.of("items-overlap", message, file))
     return problems
 
 
@@ -68,7 +68,7 @@ def _short_item(entry: TensorEntry, chunk: Chunk, count: int) -> Finding:
     message = f"{entry.fqn!r}: its item in {item.file} at byte {item.byte_offset:,} has {item.nbytes:,} bytes, "
     message += f"too few for {entry.dtype} {list(chunk.sizes)}{more}"
     span = (item.byte_offset, item.byte_offset + item.nbytes)
-    return Finding("short-item", Severity.ERROR, message, item.file, entry.fqn, chunk.offsets, chunk.sizes, span)
+    return Finding.of("short-item", message, item.file, entry.fqn, chunk.offsets, chunk.sizes, span)
 
 
 def edge_problems(checkpoint: Checkpoint, by_file: FileItems, known: Collection[str | None]) -> list[Finding]:
@@ -86,13 +86,13 @@ def edge_problems(checkpoint: Checkpoint, by_file: FileItems, known: Collection[
             try:
                 wrong = checkpoint.source.edge_problem(placed.item) if placed.chunk is not None else ""
             except StorageError as error:
-                problems.append(Finding("unreadable", Severity.ERROR, str(error), file))
+                problems.append(Finding.of("unreadable", str(error), file))
                 break
             if wrong and placed.chunk is not None:
                 message = f"{file}: {name_of(placed)}: {wrong}"
                 span = (placed.item.byte_offset, placed.item.byte_offset + placed.item.nbytes)
                 where = (file, placed.entry.fqn, placed.chunk.offsets, None, span)
-                problems.append(Finding("misplaced-item", Severity.ERROR, message, *where))
+                problems.append(Finding.of("misplaced-item", message, *where))
                 break
     return problems
 
@@ -102,4 +102,4 @@ def _overlap(file: str, first: Placed, second: Placed) -> Finding:
     message = f"items of {name_of(first)} and {name_of(second)} lie over one another in {file} at byte {start:,}"
     span = (start, min(first.item.byte_offset + first.item.nbytes, start + second.item.nbytes))
     offsets = second.chunk.offsets if second.chunk else None
-    return Finding("items-overlap", Severity.ERROR, message, file, second.entry.fqn, offsets, None, span)
+    return Finding.of("items-overlap", message, file, second.entry.fqn, offsets, None, span)

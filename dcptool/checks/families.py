@@ -6,7 +6,7 @@ import re
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.families import per_rank_families
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 
 _SHARD = re.compile(r"/shard_(\d{1,9})_(\d{1,9})$")
 
@@ -25,7 +25,7 @@ def _rank_gaps(checkpoint: Checkpoint) -> list[Finding]:
                 f"{pattern!r} is there for {len(ranks):,} ranks, the last {max(ranks):,}, but not for rank {first}"
             )
             step = "A resume of that rank starts with fresh state of this kind."
-            problems.append(Finding("family-gap", Severity.WARNING, message, fqn=pattern, next_step=step))
+            problems.append(Finding.of("family-gap", message, fqn=pattern, next_step=step))
     return problems
 
 
@@ -41,5 +41,5 @@ def _shard_gaps(checkpoint: Checkpoint) -> list[Finding]:
         if len(parts) < count and count < 1 << 20:
             first = next(part for part in range(count) if part not in parts)
             message = f"{name!r} has {len(parts):,} of its {count:,} shards; shard_{first}_{count} is missing"
-            problems.append(Finding("shard-gap", Severity.ERROR, message, fqn=name))
+            problems.append(Finding.of("shard-gap", message, fqn=name))
     return problems

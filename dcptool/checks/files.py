@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.chunks import FileUse
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.items import FileItems, name_of
 from dcptool.errors import DcptoolError
 from dcptool.formats.dcp.format import metadata_names, metadata_rank
@@ -44,9 +44,7 @@ def file_problems(checkpoint: Checkpoint, by_file: FileItems | None = None) -> l
         elif is_lfs_pointer(checkpoint, name, nbytes):
             message = f"{name} is a Git LFS pointer, not the file itself"
             span = (nbytes, use.end)
-            problems.append(
-                Finding("lfs-pointer", Severity.ERROR, message, name, byte_range=span, next_step=GET_LFS_FILES)
-            )
+            problems.append(Finding.of("lfs-pointer", message, name, byte_range=span, next_step=GET_LFS_FILES))
         elif nbytes < use.end:
             by_file = by_file or FileItems(checkpoint)
             problems.append(_short(by_file, name, nbytes, use, total))
@@ -65,7 +63,7 @@ def _short(by_file: FileItems, name: str, nbytes: int, use: FileUse, total: int)
         first = name_of(by_file.item(name, beyond[0]))
         which = f"lie beyond the end, the first {first}" if len(beyond) > 1 else f"lies beyond the end: {first}"
         message += f"; {len(beyond):,} of them {which}"
-    return Finding("short-file", Severity.ERROR, message, name, byte_range=(nbytes, use.end), next_step=_GET_FILES)
+    return Finding.of("short-file", message, name, byte_range=(nbytes, use.end), next_step=_GET_FILES)
 
 
 def is_lfs_pointer(checkpoint: Checkpoint, name: str, nbytes: int | None = None) -> bool:
@@ -86,7 +84,7 @@ def _missing(checkpoint: Checkpoint, missing: Sequence[str], total: int) -> Find
     message = f"{names}{whose} {verb} {lost} of {n_tensors:,} tensor{'s' * (n_tensors != 1)}"
     if len(missing) > 1:
         message += f"; the first is {missing[0]}"
-    return Finding("missing-file", Severity.ERROR, message, missing[0], next_step=_GET_FILES)
+    return Finding.of("missing-file", message, missing[0], next_step=_GET_FILES)
 
 
 def _n_affected(checkpoint: Checkpoint, files: set[str]) -> int:
@@ -122,7 +120,7 @@ def _leftovers(checkpoint: Checkpoint, usage: Mapping[str, FileUse]) -> list[Fin
     holds = f"hold{'s' * (len(left) == 1)} items of" if whole else f"{are} left by"
     message = f"{left[0]}{more} ({bytes_words(nbytes)}) {are} not named by the metadata"
     message += f": {they} {holds} an older or wider save"
-    return [Finding("leftover-files", Severity.NOTE, message, left[0])]
+    return [Finding.of("leftover-files", message, left[0])]
 
 
 def _ranks_with_metadata(checkpoint: Checkpoint) -> set[int] | None:
@@ -162,7 +160,7 @@ def mixed_times(checkpoint: Checkpoint, written: Mapping[str, float], metadata: 
     others = f" and {len(few) - 1:,} more of {len(data):,} data files" if len(few) > 1 else ""
     message = f"{few[0][1]}{others} written {gap:,.0f} s {words} the others"
     message += " and after the metadata" if newer else ""
-    return [Finding("mixed-times", Severity.NOTE, f"{message}: maybe parts of two saves", few[0][1], next_step=_PROVE)]
+    return [Finding.of("mixed-times", f"{message}: maybe parts of two saves", few[0][1], next_step=_PROVE)]
 
 
 _PROVE = "File times prove nothing by themselves (a copy changes them); only a marker with checksums does."

@@ -14,8 +14,9 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry, require_box
 from dcptool.checkpoint.extents import Record
 from dcptool.checkpoint.fill import crc32
-from dcptool.checkpoint.findings import Finding, Severity, problem_and_step
+from dcptool.checkpoint.findings import Finding, problem_and_step
 from dcptool.checkpoint.items import FileItems, Placed, name_of
+from dcptool.checkpoint.kinds import Severity
 from dcptool.errors import DcptoolError, ItemError, StorageError, UnsupportedError
 from dcptool.storage import Progress
 from dcptool.storage.window import Window

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 
 
 def path_problems(checkpoint: Checkpoint) -> list[Finding]:
@@ -18,11 +18,11 @@ def path_problems(checkpoint: Checkpoint) -> list[Finding]:
     problems = []
     if wrong:
         message = f"the nested paths of {_named(wrong)} do not give their names; a conversion would put them elsewhere"
-        problems.append(Finding("path-differs", Severity.WARNING, message, fqn=wrong[0]))
+        problems.append(Finding.of("path-differs", message, fqn=wrong[0]))
     without = [entry.fqn for entry in checkpoint.values() if entry.path is None]
     if without and len(without) < len(checkpoint):
         message = f"{_named(without)} have no nested path, though others do; a conversion keeps their flat names"
-        problems.append(Finding("path-missing", Severity.WARNING, message, fqn=without[0]))
+        problems.append(Finding.of("path-missing", message, fqn=without[0]))
     return problems
 
 

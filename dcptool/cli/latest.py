@@ -27,7 +27,7 @@ def latest(
     from dcptool.checks.check import Level
     from dcptool.ops.latest import find_latest
     from dcptool.ops.verify.verdict import VerifyOptions
-    from dcptool.render.verify import latest_json, latest_lines
+    from dcptool.render.latest import latest_json, latest_lines
 
     level = Level.DEEP if deep else Level.METADATA
     found = find_latest(run_dir, VerifyOptions(level, marker, require_marker, options.parts_of(require)))

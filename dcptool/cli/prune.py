@@ -47,7 +47,7 @@ def prune(
 
     from dcptool.ops.prune import delete_steps, make_plan
     from dcptool.ops.verify.verdict import VerifyOptions
-    from dcptool.render.verify import deleted_lines, plan_json, plan_text
+    from dcptool.render.prune import deleted_lines, plan_json, plan_text
 
     if include_incomplete != (older_than is not None):
         raise click.UsageError("--include-incomplete and --older-than go together: say how old they must be")

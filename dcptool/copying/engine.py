@@ -21,7 +21,8 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Record
 from dcptool.checkpoint.fill import Piece, RecordCheck, crc32
-from dcptool.checkpoint.findings import Finding, Severity, problem_and_step
+from dcptool.checkpoint.findings import Finding, problem_and_step
+from dcptool.checkpoint.kinds import Severity
 from dcptool.copying.outputs import Fill, Literal, OutputFile
 from dcptool.copying.reading import BAND_NBYTES, Band, TensorReader, Where
 from dcptool.copying.schedule import Begin, Bytes, Carried, End, Output, Run, Share, Step, schedule

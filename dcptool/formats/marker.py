@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 from dcptool.errors import DcptoolError, StorageError
 from dcptool.storage import Storage
 from dcptool.words import bytes_words
@@ -85,7 +85,7 @@ def read_marker(storage: Storage, files: Mapping[str, int], name: str = NAME) ->
     except (ValueError, StorageError) as error:
         message = f"the marker {found} cannot be read ({error}); it counts for nothing"
         step = "Check the checkpoint, then write it anew: dcptool mark"
-        return None, [Finding("bad-marker", Severity.ERROR, message, found, next_step=step)]
+        return None, [Finding.of("bad-marker", message, found, next_step=step)]
 
 
 def marker_in(storage: Storage, name: str = NAME) -> Marker | None:
@@ -184,20 +184,20 @@ def marker_problems(marker: Marker, storage: Storage, files: Mapping[str, int]) 
         try:
             same = name not in files or sha256(storage, name, files[name]) == digest
         except StorageError as error:
-            return [Finding("unreadable", Severity.ERROR, str(error), name)]
+            return [Finding.of("unreadable", str(error), name)]
         if not same:
             message = f"the marker {marker.name} is of another save than {name}, which has changed since"
             step = f"If the checkpoint is right, write the marker anew: dcptool mark {storage.root}"
-            return [Finding("stale-marker", Severity.ERROR, message, name, next_step=step)]
+            return [Finding.of("stale-marker", message, name, next_step=step)]
     problems = []
     for name, nbytes in marker.files.items():
         if name not in files:
             message = f"{name} ({bytes_words(nbytes)}) is missing: the marker {marker.name} lists it"
-            problems.append(Finding("missing-file", Severity.ERROR, message, name))
+            problems.append(Finding.of("missing-file", message, name))
         elif files[name] != nbytes:
             message = f"{name} has {bytes_words(files[name])}, {nbytes:,} when it was marked"
             kind = "short-file" if files[name] < nbytes else "changed-file"
-            problems.append(Finding(kind, Severity.ERROR, message, name))
+            problems.append(Finding.of(kind, message, name))
     return problems
 
 
@@ -210,9 +210,9 @@ def checksum_problems(marker: Marker, storage: Storage, files: Mapping[str, int]
         try:
             if sha256(storage, name, files[name]) != digest:
                 message = f"{name} is not what was marked: its SHA-256 differs from the one in {marker.name}"
-                problems.append(Finding("changed-file", Severity.ERROR, message, name))
+                problems.append(Finding.of("changed-file", message, name))
         except StorageError as error:
-            problems.append(Finding("unreadable", Severity.ERROR, str(error), name))
+            problems.append(Finding.of("unreadable", str(error), name))
     return problems
 
 

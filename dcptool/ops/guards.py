@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding, errors, state_of
 from dcptool.checkpoint.selection import Selection, selects
-from dcptool.checks.check import check, cover_problems, state_of
+from dcptool.checks.check import check, cover_problems
 from dcptool.copying.outputs import OutputFile
 from dcptool.copying.publishing import Target, leftovers
 from dcptool.errors import ItemError
@@ -53,7 +53,7 @@ def require_sound(
     files |= {item.entry.item.file for item in selection.objects if item.entry.item}
 
     def can_be_left_out(finding: Finding) -> bool:
-        return bool(finding.fqn) or finding.kind in _ABOUT_WHOLE_FILES
+        return bool(finding.fqn) or finding.traits.of_file
 
     def matters(finding: Finding) -> bool:
         if finding.fqn in checkpoint:
@@ -64,14 +64,10 @@ def require_sound(
             return selects(finding.fqn, keys, exclude)
         return finding.file not in checkpoint.usage or finding.file in files
 
-    errors = [finding for finding in check(checkpoint).findings if finding.severity is Severity.ERROR]
-    found = [finding for finding in errors if matters(finding)]
+    found = [finding for finding in errors(check(checkpoint).findings) if matters(finding)]
     if found:
         can_skip = hint != LEAVES_OUT or all(map(can_be_left_out, found))
         raise ItemError(damaged(checkpoint, found, hint if can_skip else ""))
-
-
-_ABOUT_WHOLE_FILES = ("missing-file", "short-file", "lfs-pointer")
 
 
 def damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
@@ -79,8 +75,7 @@ def damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
 
     What is only of a form that cannot be read here is not damaged, and nothing to be left out.
     """
-    unsupported = all(finding.kind == "unsupported-item" for finding in found)
-    what = "cannot be read here" if unsupported else "is not whole" if state_of(found) == "incomplete" else "is damaged"
+    what = {"other": "cannot be read here", "incomplete": "is not whole"}.get(state_of(found), "is damaged")
     steps = dict.fromkeys(finding.next_step for finding in found if finding.next_step)
     lines = [
         f"{checkpoint.path} {what}, nothing was written:",
@@ -88,7 +83,7 @@ def damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
     ]
     if len(found) > MAX_LISTED:
         lines.append(f"… and {len(found) - MAX_LISTED:,} more")
-    return "\n".join(filter(None, [*lines, *list(steps)[:MAX_STEPS], "" if unsupported else hint]))
+    return "\n".join(filter(None, [*lines, *list(steps)[:MAX_STEPS], "" if state_of(found) == "other" else hint]))
 
 
 def require_same(place: Target, files: Sequence[OutputFile], selection: Selection) -> None:
@@ -101,7 +96,7 @@ def require_same(place: Target, files: Sequence[OutputFile], selection: Selectio
     meant = Counter((tensor.dtype, tensor.entry.shape) for tensor in selection.tensors)
     found = Counter((entry.dtype, entry.shape) for entry in written.tensors.values())
     different = [file.name for file in place.named(files) if place.storage.size(file.name) != file.nbytes]
-    uncovered = [finding.message for finding in cover_problems(written) if finding.severity is Severity.ERROR]
+    uncovered = [finding.message for finding in errors(cover_problems(written))]
     # Objects of a `.pt` file may hold tensors too.
     if meant - found or different or uncovered:
         what = [*(meant - found), *different, *uncovered][:3]

@@ -6,7 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.steps import step_number, step_order
 from dcptool.errors import CheckpointNotFoundError, DcptoolError
 from dcptool.formats.detect import find_parts

@@ -16,9 +16,6 @@ from dcptool.runs.directory import Run, listed, runs_at
 from dcptool.runs.pointers import read_pointers
 from dcptool.storage import DirEntry, Storage, join, locate, walk
 
-UNREAD_KINDS = frozenset({"unreadable", "unsupported", "unsupported-item", "bad-metadata"})
-"""Findings that say that something could not be read now, here: it may be whole."""
-
 
 class Decision(NamedTuple):
     """What is to become of one step, and why.
@@ -119,7 +116,7 @@ def plan_prune(
             return True, f"{state.value}: left alone without --include-incomplete"
         if not complete:
             return True, f"{state.value}, but there is no complete step to fall back on"
-        if any(finding.kind in UNREAD_KINDS for finding in verdict.findings):
+        if any(finding.traits.may_be_whole for finding in verdict.findings):
             return True, "could not be read: left alone"
         if state is State.UNMARKED and step_order(name) > step_order(complete[-1]):
             return True, "whole and newer than the newest complete step: mark it, or delete it yourself"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dcptool.ops.convert.convert import Conversion
+from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.text import table
-from dcptool.render.verify import finding_json, finding_lines
 from dcptool.words import nbytes, plural, shown
 
 SCHEMA = 1

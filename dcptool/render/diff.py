@@ -19,6 +19,7 @@ from dcptool.ops.diff.results import (
     Statistics,
     Values,
 )
+from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.folding import fold
 from dcptool.render.text import table
 from dcptool.words import nbytes, plural, shown
@@ -50,8 +51,6 @@ def diff_text(report: DiffReport, width: int) -> str:
 
 
 def _findings_text(findings: Sequence[Finding]) -> str:
-    from dcptool.render.verify import finding_lines  # brings all that verify needs
-
     return "\n".join(finding_lines(findings, ""))
 
 
@@ -292,8 +291,6 @@ def _short(number: complex) -> str:
 
 def diff_json(report: DiffReport) -> dict[str, Any]:
     """Return the report as plain data; the layout is documented in docs/json.md and numbered by "schema"."""
-    from dcptool.render.verify import finding_json
-
     fields = report._asdict()
     for name in ("a", "b", "alignment"):
         fields[name] = fields[name] and fields[name]._asdict()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dcptool.ops.inspect.inspect import Summary
 from dcptool.ops.inspect.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
 from dcptool.pickles import plain
+from dcptool.render.findings import indented
 from dcptool.render.folding import Fold, fold
 from dcptool.render.text import MIN_NAME_WIDTH, column_width, table
 from dcptool.words import nbytes, plural, shown, value
@@ -44,7 +45,7 @@ def to_text(summary: Summary, width: int, by_file: bool = False, values: bool = 
         has_chunks = any(tensor.chunks is not None for tensor in checkpoint.tensors)
         blocks += [_tensors_text(checkpoint, width)] if in_full or has_chunks else []
         blocks += [_objects_text(checkpoint, width)] if in_full else []
-    blocks += [f"error: {_indented(message)}" for _, message in summary.errors]
+    blocks += [f"error: {indented(message)}" for _, message in summary.errors]
     if summary.others:
         blocks.append("\n".join(["also here:", *(f"  dcptool inspect {_quoted(path)}" for path in summary.others)]))
     return "\n\n".join(block for block in blocks if block)
@@ -71,11 +72,6 @@ def _run_text(summary: Summary) -> str:
     else:
         blocks.append("no complete step, and none that opens")
     return "\n\n".join(block for block in blocks if block)
-
-
-def _indented(message: str) -> str:
-    """Return lines of a message with the second and later ones indented, so that none can pass for another."""
-    return "\n  ".join(shown(line.strip()) for line in message.splitlines())
 
 
 def _quoted(path: str) -> str:
@@ -131,7 +127,7 @@ def _problems_text(checkpoint: CheckpointSummary) -> str:
     lines = []
     for problem in checkpoint.problems[:MAX_SHOWN_PROBLEMS]:
         step = f"\n  {problem.next_step}" if problem.next_step else ""
-        lines.append(f"{problem.severity.value}: {_indented(problem.message)}{step}")
+        lines.append(f"{problem.severity.value}: {indented(problem.message)}{step}")
     if len(checkpoint.problems) > MAX_SHOWN_PROBLEMS:
         lines.append(f"… and {len(checkpoint.problems) - MAX_SHOWN_PROBLEMS:,} more; --json lists all")
     return "\n".join(lines)

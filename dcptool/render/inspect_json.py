@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dcptool.ops.inspect.inspect import Summary
 from dcptool.ops.inspect.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
 from dcptool.pickles import plain
+from dcptool.render.findings import finding_json
 from dcptool.words import value
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 MAX_REPR_CHARS = 2000
+_OF_NOTES = ("kind", "severity", "message", "fqn", "file", "next_step")
 
 
 def to_json(summary: Summary) -> dict[str, Any]:
@@ -50,17 +52,7 @@ def _checkpoint_json(checkpoint: CheckpointSummary, stats: Mapping[str, TensorSt
         "tensors": [_tensor_json(tensor, stats.get(tensor.fqn)) for tensor in checkpoint.tensors],
         "objects": [_object_json(item) for item in checkpoint.objects],
         "files": [file._asdict() for file in checkpoint.files],
-        "notes": [
-            {
-                "kind": problem.kind,
-                "severity": problem.severity.value,
-                "message": problem.message,
-                "fqn": problem.fqn,
-                "file": problem.file,
-                "next_step": problem.next_step,
-            }
-            for problem in checkpoint.problems
-        ],
+        "notes": [finding_json(problem, _OF_NOTES) for problem in checkpoint.problems],
     }
 
 

@@ -1,24 +1,20 @@
-"""What `verify`, `latest`, `mark` and `prune` found, as text and as JSON."""
+"""What `verify` found, as text and as JSON."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checks.check import Level
 from dcptool.formats.marker import Marker
-from dcptool.ops.latest import Latest
-from dcptool.ops.prune import Deleted, PrunePlan
 from dcptool.ops.verify.verdict import State, Verdict
 from dcptool.ops.verify.verify import VerifyReport
+from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.text import table
 from dcptool.words import nbytes, plural, shown
 
 SCHEMA = 1
-MAX_ALIKE = 3
-"""Findings of one kind that are shown one by one."""
 _ALSO = {
     Level.METADATA: "metadata and sizes; --records looks into every item, --deep reads every byte",
     Level.RECORDS: "the headers of every item; --deep reads every byte",
@@ -111,29 +107,6 @@ def _worst(verdict: Verdict, room: int) -> str:
     return reason if len(reason) <= room else reason[: room - 1] + "…"
 
 
-def finding_lines(findings: Iterable[Finding], indent: str = "  ") -> list[str]:
-    """Return findings as lines; many alike are counted, not listed, and a next step is said once."""
-    groups: dict[tuple[Severity, str], list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault((finding.severity, finding.kind), []).append(finding)
-    lines = []
-    for (severity, _), members in groups.items():
-        lines += [f"{indent}{severity.value}: {_indented(finding.message, indent)}" for finding in members[:MAX_ALIKE]]
-        rest = members[MAX_ALIKE:]
-        if rest:
-            files, names = ({getattr(finding, field) for finding in rest} - {None} for field in ("file", "fqn"))
-            where = f", in {plural(len(files), 'file')}" if files else ""
-            where += f", of {plural(len(names), 'entry')}" if names else ""
-            lines.append(f"{indent}  … and {len(rest):,} more like these{where}")
-        steps = dict.fromkeys(finding.next_step for finding in members if finding.next_step)
-        lines += [f"{indent}  {_indented(step, indent)}" for step in steps]
-    return lines
-
-
-def _indented(message: str, indent: str) -> str:
-    return f"\n{indent}  ".join(shown(line.strip()) for line in message.splitlines())
-
-
 def age(written: float | None) -> str:
     """Return how long ago something was written, in its largest unit: `5 min`, `3 h`, `12 d`."""
     if written is None:
@@ -177,73 +150,3 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 def _marker_json(marker: Marker) -> dict[str, Any]:
     fields = ("name", "writer", "step", "created", "world_size", "save_seconds", "blocked_seconds", "save_id")
     return {**{name: getattr(marker, name) for name in fields}, "checksums": bool(marker.sha256)}
-
-
-def finding_json(finding: Finding) -> dict[str, Any]:
-    """Return a finding as plain data."""
-    return {**finding._asdict(), "severity": finding.severity.value}
-
-
-def latest_json(latest: Latest) -> dict[str, Any]:
-    """Return the answer of `latest` as plain data."""
-    return {
-        "schema": SCHEMA,
-        "run": latest.run,
-        "path": latest.path,
-        "step": latest.verdict.step if latest.verdict else None,
-        "skipped": [verdict_json(verdict) for verdict in latest.skipped],
-        "pointers": [finding_json(finding) for finding in latest.pointers],
-        "warnings": [finding_json(finding) for finding in latest.warnings],
-        "problem": latest.problem or None,
-    }
-
-
-def latest_lines(latest: Latest) -> list[str]:
-    """Return why newer steps were passed over, what is odd about the answer and wrong with pointers, for stderr."""
-    if latest.problem:
-        return [_indented(latest.problem, "")]
-    lines = []
-    for verdict in latest.skipped:
-        loud = "WARNING: " if verdict.state is State.UNMARKED else ""
-        lines.append(f"{loud}{shown(verdict.name)} is {verdict.state.value}: {shown(verdict.reason)}")
-        steps = [f.next_step for f in verdict.findings if f.next_step and f.message == verdict.reason]
-        lines += [f"  {shown(step)}" for step in steps[:1] if verdict.state is State.UNMARKED]
-    answer = latest.verdict.name if latest.verdict else ""
-    lines += [f"warning: {shown(answer)}: {shown(finding.message)}" for finding in latest.warnings]
-    lines += [f"{finding.severity.value}: {shown(finding.message)}" for finding in latest.pointers]
-    if latest.path is None:
-        lines.append(
-            f"{shown(latest.run)} has no complete step to resume from; see: dcptool verify {shown(latest.run)}"
-        )
-    return lines
-
-
-def plan_text(plan: PrunePlan) -> str:
-    """Return the plan of `prune` as a table."""
-    rows = [
-        [shown(d.name), "keep" if d.keep else "DELETE", d.state.value, nbytes(d.nbytes), shown(d.reason)]
-        for d in plan.decisions
-    ]
-    return table(["step", "plan", "state", "bytes", "reason"], rows, right=(3,))
-
-
-def plan_json(plan: PrunePlan, deleted: Deleted | None) -> dict[str, Any]:
-    """Return the plan of `prune`, and what came of it, as plain data."""
-    return {
-        "schema": SCHEMA,
-        "run": plan.run,
-        "steps": [{**decision._asdict(), "state": decision.state.value} for decision in plan.decisions],
-        "deleted": None
-        if deleted is None
-        else {
-            "names": list(deleted.names),
-            "nbytes": deleted.nbytes,
-            "refused": [{"name": name, "reason": reason} for name, reason in deleted.refused],
-        },
-    }
-
-
-def deleted_lines(deleted: Deleted) -> Sequence[str]:
-    """Return what was deleted, and what was not after all."""
-    lines = [f"{shown(name)} was not deleted: {shown(reason)}" for name, reason in deleted.refused]
-    return [*lines, f"deleted {plural(len(deleted.names), 'step')}, {nbytes(deleted.nbytes)}"]

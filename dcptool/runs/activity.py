@@ -6,14 +6,10 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 from dcptool.errors import DcptoolError
 from dcptool.formats.marker import NEGATIVE_SUFFIX, negative_marker
 from dcptool.storage import DirEntry, Location, is_url, join, locate, walk
-
-_OF_RANKS = "rank-metadata-missing"
-UNFINISHED_KINDS = frozenset({"no-metadata", "empty", _OF_RANKS})
-"""Findings that a save in its middle leaves as well as one that was killed."""
 
 
 def list_files(location: Location) -> dict[str, DirEntry]:
@@ -48,7 +44,7 @@ def sign_of_writing(
     location: Location,
     before: Mapping[str, DirEntry],
     parts: Collection[str],
-    kinds: Collection[str],
+    problems: Iterable[Finding],
     age_limit: float | None,
 ) -> Finding | None:
     """Return what tells that somebody is writing there now, None if nothing does.
@@ -57,26 +53,28 @@ def sign_of_writing(
         location: the checkpoint.
         before: its files when the look at it began.
         parts: places of the checkpoints in it.
-        kinds: of what was found.
+        problems: what was found.
         age_limit: seconds in which a file makes an unfinished save one that is going on; None if none does.
     """
     negative = negative_sign(location, before, parts)
     if negative:
-        return Finding("being-written", Severity.WARNING, f"{negative} says that it is being written", negative)
+        return Finding.of("being-written", f"{negative} says that it is being written", negative)
     after = list_files(location)
     if after != before:
         changed = sorted({*before.items()} ^ {*after.items()})[0][0]
-        return Finding("being-written", Severity.WARNING, f"{changed} changed while it was looked at", changed)
+        return Finding.of("being-written", f"{changed} changed while it was looked at", changed)
     written = last_written(location, after)
-    if age_limit is None or written is None or not UNFINISHED_KINDS.intersection(kinds):
+    unfinished = {problem.kind for problem in problems if problem.traits.unfinished}
+    if age_limit is None or written is None or not unfinished:
         return None
     age = time.time() - written
     if age >= age_limit:
         return None
     what = "a file was written" if after else "the folder was made"
-    lacking = "no metadata yet" if UNFINISHED_KINDS - {_OF_RANKS} & {*kinds} else "metadata of some ranks not yet there"
+    of_ranks = unfinished == {"rank-metadata-missing"}
+    lacking = "metadata of some ranks not yet there" if of_ranks else "no metadata yet"
     message = f"{lacking}, and {what} {max(age, 0):,.0f} s ago: perhaps still being saved"
-    return Finding("being-written", Severity.WARNING, message)
+    return Finding.of("being-written", message)
 
 
 def negative_sign(location: Location, files: Collection[str], parts: Iterable[str]) -> str | None:

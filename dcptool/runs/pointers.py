@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.steps import step_number, step_order
 from dcptool.errors import DcptoolError
 from dcptool.runs.activity import exists
@@ -76,13 +76,13 @@ def pointer_problems(run: Run, pointers: Pointers, newest: str | None) -> list[F
             continue
         if target not in run.steps:
             message = f"the pointer {name} names {target}, which is not there"
-            problems.append(Finding("dangling-pointer", Severity.WARNING, message, name))
+            problems.append(Finding.of("dangling-pointer", message, name))
         elif target != newest:
             older = newest is not None and step_order(target) < step_order(newest)
             what = "older than the newest complete step" if older else "which is not complete"
             message = f"the pointer {name} names {target}, {what}; it was not followed"
             kind = "stale-pointer" if older else "wrong-pointer"
-            problems.append(Finding(kind, Severity.WARNING, message, name))
+            problems.append(Finding.of(kind, message, name))
     return problems
 
 
@@ -108,7 +108,7 @@ def _texts(storage: Storage, prefix: str, links: Mapping[str, str], problems: li
             data = storage.read(entry.name, 0, min(entry.nbytes, MAX_POINTER_NBYTES))
         except DcptoolError as error:
             message = f"the pointer {prefix}{entry.name} cannot be read: {error}"
-            problems.append(Finding("unreadable-pointer", Severity.WARNING, message, prefix + entry.name))
+            problems.append(Finding.of("unreadable-pointer", message, prefix + entry.name))
             continue
         said[entry.name] = data.decode("utf-8", "replace").strip()
     return said

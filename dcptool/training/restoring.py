@@ -23,7 +23,6 @@ from dcptool.ops.diff.diff import compare
 from dcptool.ops.diff.results import DiffReport
 from dcptool.ops.latest import find_latest
 from dcptool.ops.verify.verdict import State, Verdict
-from dcptool.runs.activity import UNFINISHED_KINDS
 from dcptool.runs.directory import runs_at
 from dcptool.storage import locate
 from dcptool.training.optimizers import loading
@@ -174,7 +173,7 @@ def _has_existed(verdict: Verdict) -> bool:
     """Tell whether a folder shows that there was a finished save in it."""
     if verdict.state is State.OTHER:
         return False
-    unfinished = all(finding.kind in UNFINISHED_KINDS | {"being-written"} for finding in verdict.findings)
+    unfinished = all(finding.traits.unfinished for finding in verdict.findings)
     return bool(verdict.parts) or verdict.marker is not None or not unfinished
 
 

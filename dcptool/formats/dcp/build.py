@@ -15,7 +15,7 @@ from typing import NamedTuple
 from dcptool.checkpoint.chunks import ChunkTable
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Extent, Ints
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import Box
 from dcptool.formats.dcp.bulk import ItemRow
 from dcptool.formats.dcp.metadata import Records
@@ -131,15 +131,15 @@ def _chunkless(fqn: str, offsets: Ints | None, item: Extent) -> Finding:
     at = f" at {list(offsets)}" if offsets is not None else ""
     message = f"the metadata places {fqn!r}{at} in {item.file}, but lists no such chunk"
     span = (item.byte_offset, item.byte_offset + item.nbytes)
-    return Finding("item-without-chunk", Severity.WARNING, message, item.file, fqn, offsets, None, span)
+    return Finding.of("item-without-chunk", message, item.file, fqn, offsets, None, span)
 
 
 def _disagree(fqn: str, how: str) -> Finding:
     message = f"{fqn!r} is {how} of the ranks' metadata files"
-    return Finding("ranks-disagree", Severity.ERROR, message, fqn=fqn, next_step="The ranks saved different things.")
+    return Finding.of("ranks-disagree", message, fqn=fqn, next_step="The ranks saved different things.")
 
 
 def _placeless(fqn: str, offsets: Ints | None = None, sizes: Ints | None = None) -> Finding:
     at = f" chunk at {list(offsets)}" if offsets is not None else ""
     message = f"the metadata has no place for {fqn!r}{at}: it cannot be read"
-    return Finding("chunk-without-item", Severity.ERROR, message, None, fqn, offsets, sizes)
+    return Finding.of("chunk-without-item", message, None, fqn, offsets, sizes)

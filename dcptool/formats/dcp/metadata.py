@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.extents import Ints
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import Box, volume
 from dcptool.errors import MetadataError
 from dcptool.formats.dcp.bulk import BULK_NBYTES, MIN_RECORDS, Bulk, ItemRow, ItemRun
@@ -71,7 +71,7 @@ class Records:
 
     def problem(self, kind: str, message: str, fqn: str | None = None, **where: Any) -> None:
         """Note something wrong in the records."""
-        self.problems.append(Finding(kind, Severity.ERROR, message, fqn=fqn, **where))
+        self.problems.append(Finding.of(kind, message, fqn=fqn, **where))
 
 
 def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
@@ -98,7 +98,7 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
     records = Records()
     for name in sorted(name for name in names if not _GLOBALS.fullmatch(name)):
         message = f"the metadata names {name}, which DCP's writers do not; nothing was imported or executed"
-        records.problems.append(Finding("unknown-global", Severity.WARNING, message[:300]))
+        records.problems.append(Finding.of("unknown-global", message[:300]))
     for fqn, record in state.items():
         _add_entry(records, fqn, record)
     if isinstance(storage, dict):
@@ -336,4 +336,4 @@ def _add_paths(records: Records, planner_data: Any) -> None:
             records.paths[fqn] = path
         else:
             message = f"planner_data has a nested path for {brief(fqn)}, which is no entry or the path is damaged"
-            records.problems.append(Finding("bad-path", Severity.WARNING, message))
+            records.problems.append(Finding.of("bad-path", message))

@@ -12,7 +12,7 @@ from typing import Any
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.format import Variant
 from dcptool.checkpoint.regions import volume
 from dcptool.errors import CheckpointNotFoundError, MetadataError, StorageError, UnsupportedError
@@ -50,7 +50,7 @@ def open_dcp(storage: Storage, files: Mapping[str, int], name: str = "") -> Chec
     problems = [*unread, *view.problems]
     if names == [METADATA] and rank_metadata(files):
         message = "there are rank-local __R.metadata files beside .metadata; .metadata is used"
-        problems.append(Finding("two-metadata", Severity.NOTE, message, file=METADATA))
+        problems.append(Finding.of("two-metadata", message, file=METADATA))
     if names != [METADATA]:
         problems += _rank_gaps(storage.root, names, files)
     evidence = list(dict.fromkeys(phrase for records in parts.values() for phrase in records.evidence))
@@ -101,7 +101,7 @@ def _all_records(storage: Storage, names: Mapping[str, int]) -> tuple[dict[str, 
             message = error.message
             kind = "rank-metadata-damaged" if nbytes else "rank-metadata-missing"
             step = f"Move it away, then {rescue_command(storage.root)} may rebuild it."
-            problems.append(Finding(kind, Severity.ERROR, message, name, next_step=step))
+            problems.append(Finding.of(kind, message, name, next_step=step))
     if failed and not parts:
         raise failed
     return parts, problems
@@ -152,7 +152,7 @@ def _rank_gaps(root: str, names: list[str], files: Mapping[str, int]) -> list[Fi
     which = f"rank {first}" if n_missing == 1 else f"{n_missing:,} ranks, the first {first},"
     message = f"rank-local metadata of {which} is missing: what was saved there is unknown"
     step = f"Bring the files of all ranks together; if they are, {rescue_command(root)} may rebuild what was lost."
-    return [Finding("rank-metadata-missing", Severity.ERROR, message, next_step=step)]
+    return [Finding.of("rank-metadata-missing", message, next_step=step)]
 
 
 def _flavour(

@@ -15,7 +15,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.chunks import ChunkTable
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Ints, Payload, Record
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.format import Variant
 from dcptool.checkpoint.regions import Box, contiguous_strides, volume
 from dcptool.errors import CheckpointNotFoundError, MetadataError, UnsupportedError
@@ -121,7 +121,7 @@ def _headers(
             nbytes = storage.size(file)
         if nbytes is None:
             message = f"{index} names {file}, which is not there"
-            problems.append(Finding("missing-file", Severity.ERROR, message, file, next_step="Copy it here again."))
+            problems.append(Finding.of("missing-file", message, file, next_step="Copy it here again."))
             continue
         try:
             headers[file] = _header(storage, file, nbytes)
@@ -129,7 +129,7 @@ def _headers(
             if len(wanted) == 1:
                 raise
             step = "Copy it here again."
-            problems.append(Finding("bad-file", Severity.ERROR, str(error), file, next_step=step))
+            problems.append(Finding.of("bad-file", str(error), file, next_step=step))
     return headers, problems
 
 
@@ -141,7 +141,7 @@ def _missing_shards(headers: Mapping[str, Header]) -> list[Finding]:
     missing = [rank for rank in range(1, max(ranks)) if rank not in ranks]
     named = ", ".join(map(str, missing[:_MAX_NAMED])) + (", …" if len(missing) > _MAX_NAMED else "")
     message = f"the files of shard{'s' * (len(missing) > 1)} {named} of at least {max(ranks):,} are missing"
-    return [Finding("missing-file", Severity.ERROR, message, next_step="Gather the files of all ranks.")]
+    return [Finding.of("missing-file", message, next_step="Gather the files of all ranks.")]
 
 
 def _missing_of_set(headers: Mapping[str, Header]) -> list[Finding]:
@@ -163,7 +163,7 @@ def _missing_of_set(headers: Mapping[str, Header]) -> list[Finding]:
             named = ", ".join(missing[:3]) + (f" and {len(missing) - 3:,} more" if len(missing) > 3 else "")
             message = f"{len(missing):,} of {count:,} files are missing: {named}"
             step = "Copy them here again."
-            problems.append(Finding("missing-file", Severity.ERROR, message, missing[0], next_step=step))
+            problems.append(Finding.of("missing-file", message, missing[0], next_step=step))
     return problems
 
 
@@ -216,15 +216,15 @@ def _entry(fqn: str, parts: list[_Part], table: ChunkTable, problems: list[Findi
             message = (
                 f"{fqn!r} is {part_dtype} with {len(box[0])} dimensions in {item.file}, other files differ; left out"
             )
-            problems.append(Finding("parts-disagree", Severity.ERROR, message, item.file, fqn))
+            problems.append(Finding.of("parts-disagree", message, item.file, fqn))
         elif placed and not sharded:
             message = f"{fqn!r} is in {parts[0][2].file} and in {item.file}, which are no shards; the first is shown"
-            problems.append(Finding("duplicate-name", Severity.ERROR, message, item.file, fqn))
+            problems.append(Finding.of("duplicate-name", message, item.file, fqn))
         elif box in placed:
             replicas.append(Chunk(*box, item))
         elif volume(tuple(a + b for a, b in zip(*box, strict=True))) >= 1 << 59:
             message = f"{fqn!r} is said to begin at {list(box[0])} in {item.file}, beyond any tensor; left out"
-            problems.append(Finding("bad-chunk", Severity.ERROR, message, item.file, fqn))
+            problems.append(Finding.of("bad-chunk", message, item.file, fqn))
         else:
             placed.add(box)
             table.add(*box, item)
@@ -241,9 +241,9 @@ def _index_problems(
         if file in headers and not any(item.file == file for _, _, item, _ in parts.get(fqn, ())):
             message = f"{index} says {fqn!r} is in {file}, but it is not"
             step = "The set is damaged or mixed from two saves; copy or export it again."
-            problems.append(Finding("missing-tensor", Severity.ERROR, message, file, fqn, next_step=step))
+            problems.append(Finding.of("missing-tensor", message, file, fqn, next_step=step))
     for fqn in parts:
         if fqn not in weight_map:
             message = f"{fqn!r} is in {parts[fqn][0][2].file} but not in {index}"
-            problems.append(Finding("unlisted-tensor", Severity.WARNING, message, parts[fqn][0][2].file, fqn))
+            problems.append(Finding.of("unlisted-tensor", message, parts[fqn][0][2].file, fqn))
     return problems

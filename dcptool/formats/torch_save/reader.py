@@ -16,7 +16,8 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.chunks import ChunkTable
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Payload, Record
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import is_contiguous, volume
 from dcptool.errors import DcptoolError, ItemError, MetadataError, UnsupportedError
 from dcptool.formats.torch_save import items as torch_items
@@ -122,7 +123,7 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
         if fqn in entries:
             message = f"{fqn!r} is the name of several entries once keys are text; this one has a number added"
             fqn = _numbered(fqn, entries, again)
-            problems.append(Finding("duplicate-name", Severity.WARNING, message, name, fqn))
+            problems.append(Finding.of("duplicate-name", message, name, fqn, severity=Severity.WARNING))
         entries[fqn] = _entry(fqn, entry_path, value, source, table, item, problems)
     problems += _storage_notes(source.views, name)
     evidence = ("a torch.save zip",)
@@ -154,7 +155,7 @@ def _entry(
     try:
         view = tensor_view(value)
     except DcptoolError as error:
-        problems.append(Finding("bad-tensor", Severity.ERROR, f"{fqn!r}: {error}; shown as object", item.file, fqn))
+        problems.append(Finding.of("bad-tensor", f"{fqn!r}: {error}; shown as object", item.file, fqn))
     if view is None:
         source.values[fqn] = value
         return ObjectEntry(fqn, path, item)
@@ -176,13 +177,13 @@ def _storage_notes(views: Mapping[str, TensorView], file: str) -> list[Finding]:
     notes = []
     if strided:
         message = f"{_tensors(len(strided))} stored transposed or strided, such as {strided[0]!r}"
-        notes.append(Finding("strided-tensors", Severity.NOTE, message, file, strided[0]))
+        notes.append(Finding.of("strided-tensors", message, file, strided[0]))
     if partial:
         view = views[partial[0]]
         part = f"{_nbytes(view):,} of {view.storage_nbytes:,} bytes, from byte {_byte_offset(view):,} on"
         message = f"{_tensors(len(partial))} only part of a larger storage, such as {partial[0]!r}: {part}"
         next_step = "The file holds the whole storages; a clone() before torch.save leaves out what is not used."
-        notes.append(Finding("partial-storage", Severity.NOTE, message, file, partial[0], next_step=next_step))
+        notes.append(Finding.of("partial-storage", message, file, partial[0], next_step=next_step))
     return [*notes, *_shared_storages(views, file)]
 
 
@@ -200,7 +201,7 @@ def _shared_storages(views: Mapping[str, TensorView], file: str) -> list[Finding
     what = "the same values, as tied weights" if len({views[fqn] for fqn in first}) == 1 else "parts or views of it"
     count = "1 storage is" if len(shared) == 1 else f"{len(shared):,} storages are"
     message = f"{count} shared by several tensors: {listed} ({what})"
-    return [Finding("shared-storage", Severity.NOTE, message, file, first[0])]
+    return [Finding.of("shared-storage", message, file, first[0])]
 
 
 def _tensors(count: int) -> str:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Extent
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding, errors
+from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.checks.check import Level, check
 from dcptool.copying.engine import copy, default_threads, memory_nbytes
@@ -29,9 +30,6 @@ from dcptool.ops.guards import (
     source_notes,
 )
 from dcptool.storage import Progress, join
-
-LOST = "lost-entry"
-"""Kind of finding: an entry has bytes in a file that is missing or cut short."""
 
 
 class ConvertOptions(NamedTuple):
@@ -140,7 +138,7 @@ def convert(
     corrupt = _corrupt(checkpoint, options)
     bad = {finding.fqn for finding in corrupt if finding.fqn}
     if corrupt and not any(fqn not in bad and selects(fqn, options.keys, options.exclude) for fqn in checkpoint):
-        causes = [finding for finding in corrupt if finding.kind != LOST] or corrupt
+        causes = [finding for finding in corrupt if finding.kind != "lost-entry"] or corrupt
         raise ItemError(damaged(checkpoint, causes, "Nothing undamaged is left to convert."))
     selection = select(checkpoint, options.keys, options.exclude, options.renaming, bad)
     require_sound(
@@ -218,8 +216,8 @@ def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
     if not options.skip_corrupt:
         return []
     report = check(checkpoint, Level.DEEP, threads=options.threads)
-    errors = [finding for finding in report.findings if finding.severity is Severity.ERROR]
-    damaged = [finding for finding in errors if finding.kind != "unsupported-item"]  # which is refused when it is read
+    unread = Effect.UNREAD  # which is refused when it is read
+    damaged = [finding for finding in errors(report.findings) if finding.traits.effect is not unread]
     named = {finding.fqn for finding in damaged}
     there = {name: checkpoint.storage.size(name) or 0 for name in checkpoint.usage}
     missing = {name for name in checkpoint.usage if checkpoint.storage.size(name) is None}
@@ -240,5 +238,5 @@ def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
             where = f"{lost.file}, bytes {lost.byte_offset:,}–{lost.byte_offset + lost.nbytes:,}"
             why = "is missing" if lost.file in missing else f"ends at byte {there[lost.file]:,}"
             message = f"{fqn!r} is stored in {where}; that file {why}"
-            damaged.append(Finding(LOST, Severity.ERROR, message, lost.file, fqn))
+            damaged.append(Finding.of("lost-entry", message, lost.file, fqn))
     return damaged

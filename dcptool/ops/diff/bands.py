@@ -19,7 +19,8 @@ from dcptool.checkpoint.chunks import Chunks
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Ints, Payload, Record
 from dcptool.checkpoint.fill import fill
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import Box, cut_box, first_gap, index_in, intersect, volume
 from dcptool.checks.files import GET_LFS_FILES, is_lfs_pointer
 from dcptool.errors import DcptoolError, ItemError

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.selection import select
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.ops.diff import live
@@ -84,7 +84,7 @@ def _opened(side: Checkpoint | str | os.PathLike[str], name: str) -> tuple[Check
         return side, ()
     checkpoint = open_checkpoint(side)
     found = found_below(side, checkpoint)
-    return checkpoint, tuple(Finding("found-below", Severity.NOTE, f"{name}: {message}") for message in found)
+    return checkpoint, tuple(Finding.of("found-below", f"{name}: {message}") for message in found)
 
 
 def compare_checkpoints(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding, errors
 from dcptool.checkpoint.layouts import layouts_of
 from dcptool.checkpoint.selection import selects, unmatched
 from dcptool.errors import DcptoolError
@@ -114,7 +114,7 @@ def _nesting(paired: Pairing) -> list[Finding]:
     x, y = found[0]
     count = "1 entry is" if len(found) == 1 else f"{len(found):,} entries are"
     message = f"{count} nested in another way, such as {x.fqn!r}: {_place(x)} in A, {_place(y)} in B"
-    return [Finding("nesting-differs", Severity.NOTE, message, fqn=x.fqn)]
+    return [Finding.of("nesting-differs", message, fqn=x.fqn)]
 
 
 def _place(known: Known) -> str:
@@ -138,7 +138,7 @@ def _flattening(whole: Sequence[Lone], parts: Sequence[Lone], name: str, other: 
     what = "1 object" if len(found) == 1 else f"{len(found):,} objects"
     entries = "1 entry" if count == 1 else f"{count:,} entries"
     message = f"{what} of {name} may be in {other} in parts, such as {first!r}: {entries} of {other} begin with it"
-    return [Finding("flattening-differs", Severity.NOTE, message, fqn=first)]
+    return [Finding.of("flattening-differs", message, fqn=first)]
 
 
 def subset_note(report: DiffReport) -> tuple[Finding, ...]:
@@ -151,16 +151,15 @@ def subset_note(report: DiffReport) -> tuple[Finding, ...]:
         message = f"the names of {small} are a strict subset of those of {large}"
     else:
         message = f"{small} is a strict subset of {large}: all it holds is in {large} with the same values"
-    return (Finding("subset", Severity.NOTE, message),)
+    return (Finding.of("subset", message),)
 
 
 def prefix_notes(a: Sequence[Known], b: Sequence[Known], options: DiffOptions) -> tuple[Finding, ...]:
     """Note a prefix that was to be taken off the names of a side and that none of them has."""
     sides = (("A", "a", a, options.strip_prefix_a), ("B", "b", b, options.strip_prefix_b))
     return tuple(
-        Finding(
+        Finding.of(
             "unused-prefix",
-            Severity.NOTE,
             f"no name of {side} begins with {prefix!r}: --strip-prefix-{letter} did nothing",
         )
         for side, letter, known, prefix in sides
@@ -172,17 +171,17 @@ def unmatched_notes(a: Sequence[Known], b: Sequence[Known], options: DiffOptions
     """Note names and globs that match nothing on either side."""
     names = dict.fromkeys(known.fqn for known in (*a, *b))
     notes = unmatched(names, options.keys, options.exclude)
-    return tuple(Finding("unmatched-glob", Severity.NOTE, message) for message in notes)
+    return tuple(Finding.of("unmatched-glob", message) for message in notes)
 
 
 def metadata_problems(name: str, side: Checkpoint, options: DiffOptions, known: Sequence[Finding]) -> list[Finding]:
     """Return what is wrong with a side's metadata, as far as it is about what was compared and not among `known`."""
     fqns = {finding.fqn for finding in known}
     found = []
-    for finding in side.problems:
+    for finding in errors(side.problems):
         is_new = finding.fqn is None or (
             finding.fqn not in fqns and selects(finding.fqn, options.keys, options.exclude)
         )
-        if finding.severity is Severity.ERROR and is_new:
+        if is_new:
             found.append(finding._replace(message=f"{name}: {finding.message}"))
     return found

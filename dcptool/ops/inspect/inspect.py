@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding, errors, state_of
 from dcptool.checkpoint.selection import globs, require_match, unmatched
-from dcptool.checks.check import state_of
 from dcptool.errors import DcptoolError
 from dcptool.formats.detect import (
     Part,
@@ -131,7 +130,7 @@ def _with_unmatched(
     """Add to the first of several summaries a note on each name or glob that matches nothing in any of them."""
     names = dict.fromkeys(fqn for checkpoint in opened for fqn in checkpoint) if keys or exclude else ()
     notes = unmatched(names, keys, exclude)
-    told = (Finding("unmatched-glob", Severity.NOTE, message) for message in notes)
+    told = (Finding.of("unmatched-glob", message) for message in notes)
     first, *rest = summaries
     return (first._replace(problems=(*first.problems, *told)), *rest)
 
@@ -147,7 +146,7 @@ def _with_stats(
         entries = [checkpoint.tensors[tensor.fqn] for tensor in shown.tensors]
         report = stats_of(checkpoint, entries, threads, progress)
         problems = (*shown.problems, *report.findings)
-        known = {problem.file for problem in shown.problems if problem.severity is Severity.ERROR} - {None}
+        known = {problem.file for problem in errors(shown.problems)} - {None}
         # What a missing file held is missing, not damaged.
         new = [finding for finding in report.findings if finding.file not in known]
         checkpoints.append(shown._replace(problems=problems, state=state_of([*shown.problems, *new])))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.selection import WRAPPERS
 
 _OPTIMIZER = re.compile(r"(?:^|\.)(?:optim|optimizer|optimizers|opt)\w*\.(?:.*\.)?state\.(.+)\.(\w+)$")
@@ -34,7 +34,7 @@ def name_notes(checkpoint: Checkpoint) -> list[Finding]:
 
 def note(kind: str, message: str, next_step: str = "") -> Finding:
     """Return a finding that is only worth knowing."""
-    return Finding(kind, Severity.NOTE, message, next_step=next_step)
+    return Finding.of(kind, message, next_step=next_step)
 
 
 def count_entries(count: int) -> str:

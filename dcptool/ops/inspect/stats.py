@@ -18,7 +18,8 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.cover import cover
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Ints
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import cut_box, volume
 from dcptool.checkpoint.selection import globs, select
 from dcptool.copying.engine import damaged_item

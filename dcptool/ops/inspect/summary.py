@@ -12,11 +12,12 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.chunks import FileUse
 from dcptool.checkpoint.entries import ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Ints
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding, errors, state_of
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.layouts import Layout, layouts_of
 from dcptool.checkpoint.regions import volume
 from dcptool.checkpoint.selection import selects
-from dcptool.checks.check import cover_problems, state_of
+from dcptool.checks.check import cover_problems
 from dcptool.checks.files import file_problems
 from dcptool.errors import DcptoolError, UnsupportedError
 from dcptool.ops.inspect.notes import notes
@@ -120,7 +121,7 @@ class CheckpointSummary(NamedTuple):
     @property
     def good(self) -> bool:
         """Whether nothing is missing or wrong as far as was looked."""
-        return not any(problem.severity is Severity.ERROR for problem in self.problems)
+        return not errors(self.problems)
 
 
 def summarize_checkpoint(
@@ -230,7 +231,7 @@ def _unreadable(errors: Mapping[str, Sequence[DcptoolError]]) -> list[Finding]:
         severity = Severity.NOTE if isinstance(found[0], UnsupportedError) else Severity.ERROR
         count = f"{len(found)} object{'s' * (len(found) != 1)}"
         message = f"{count} of {file or 'no file'} cannot be read; the first: {found[0]}"
-        findings.append(Finding("unreadable-objects", severity, message, file or None))
+        findings.append(Finding.of("unreadable-objects", message, file or None, severity=severity))
     return findings
 
 

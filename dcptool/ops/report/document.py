@@ -12,7 +12,8 @@ from dcptool import __version__
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import ObjectEntry
 from dcptool.checkpoint.extents import Chunk, Extent
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.kinds import Severity
 from dcptool.formats.marker import Marker
 from dcptool.ops.inspect.summary import CheckpointSummary, ObjectSummary, TensorSummary
 from dcptool.ops.report.columns import ColumnTable, boxes_rule

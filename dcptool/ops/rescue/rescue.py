@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Severity
+from dcptool.checkpoint.findings import errors
 from dcptool.checkpoint.items import FileItems
 from dcptool.checks.check import check
 from dcptool.copying.engine import default_threads
@@ -164,9 +164,9 @@ def _sibling(like: str | os.PathLike[str]) -> Checkpoint:
         raise error.saying(error.message, next_step=ANOTHER) from error
     if sibling.format is not DCP:
         raise UnsupportedError(f"{sibling.path} is {sibling.flavour}, no DCP directory", next_step=ANOTHER)
-    errors = [finding for finding in check(sibling).findings if finding.severity is Severity.ERROR]
-    if errors:
-        raise ItemError(f"{sibling.path} is damaged itself: {errors[0].message}", next_step=ANOTHER)
+    wrong = errors(check(sibling).findings)
+    if wrong:
+        raise ItemError(f"{sibling.path} is damaged itself: {wrong[0].message}", next_step=ANOTHER)
     return sibling
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.families import per_rank_families
-from dcptool.checkpoint.findings import Severity
+from dcptool.checkpoint.findings import errors
 from dcptool.checkpoint.selection import Selection, select
 from dcptool.checks.check import cover_problems
 from dcptool.errors import CheckpointNotFoundError, LayoutError
@@ -220,11 +220,7 @@ def _require_common(selection: Selection, wanted: WantedLayout) -> None:
             f"--like {like.path} has none of the entries, which are {_named(names)}; its own are {_named(list(like))}"
         )
     selected = set(names)
-    wrong = [
-        finding.message
-        for finding in (*like.problems, *cover_problems(like))
-        if finding.severity is Severity.ERROR and finding.fqn in selected
-    ]
+    wrong = [finding.message for finding in errors((*like.problems, *cover_problems(like))) if finding.fqn in selected]
     if wrong:
         raise LayoutError(f"--like {like.path} is damaged, its layout is no model for another:\n{wrong[0]}")
 

@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeVar
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import Entry, TensorEntry
-from dcptool.checkpoint.findings import Finding, Severity
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import volume
 from dcptool.errors import StorageError, UnsupportedError
 from dcptool.formats.dcp.format import METADATA
@@ -95,7 +96,7 @@ def load_with_torch(
         loader = _Loader(checkpoint, version, max_nbytes, progress or (lambda nbytes: None))
         if reason := loader.read_metadata():
             message = f"torch {version} cannot read {METADATA}: {reason}"
-            finding = Finding("torch-cannot-read-metadata", Severity.ERROR, message, METADATA, next_step=_REWRITE)
+            finding = Finding.of("torch-cannot-read-metadata", message, METADATA, next_step=_REWRITE)
             return LoadReport(version, 0, 0, n_skipped, 0, (finding,))
         loader.load_all(trust)
     findings = tuple(loader.failed[fqn] for fqn in checkpoint if fqn in loader.failed)
@@ -135,13 +136,13 @@ def _refusal(checkpoint: Checkpoint, trust: bool) -> Finding | None:
     if METADATA not in checkpoint.files:
         message = "rank-local metadata (__R.metadata), no .metadata: torch loads it only at the same number of ranks"
         next_step = "`dcptool convert --to dcp` joins the ranks' metadata into one."
-        return Finding("torch-cannot-load", Severity.WARNING, message, next_step=next_step)
+        return Finding.of("torch-cannot-load", message, next_step=next_step, severity=Severity.WARNING)
     unknown = [problem for problem in checkpoint.problems if problem.kind == "unknown-global"]
     if not unknown or trust:
         return None
     message = f"{unknown[0].message}; torch would import and call it, so torch was not asked"
     next_step = "With --trust torch reads it, and with it executes whatever it names."
-    return Finding("unsafe-metadata", Severity.ERROR, message, METADATA, next_step=next_step)
+    return Finding.of("unsafe-metadata", message, METADATA, next_step=next_step)
 
 
 class _Loader:
@@ -204,7 +205,7 @@ class _Loader:
         if reason:
             message = f"torch {self._version} cannot load {entry.fqn!r}: {reason}"
             next_step = _REWRITE if isinstance(entry, TensorEntry) else _INSTALL
-            finding = Finding("torch-cannot-load", Severity.ERROR, message, fqn=entry.fqn, next_step=next_step)
+            finding = Finding.of("torch-cannot-load", message, fqn=entry.fqn, next_step=next_step)
             self.failed[entry.fqn] = finding
         elif isinstance(entry, TensorEntry):
             self.n_tensors += 1

@@ -12,9 +12,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding, Severity, inside, worst_first
+from dcptool.checkpoint.findings import Finding, inside, state_of, worst_first
+from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checkpoint.steps import step_number
-from dcptool.checks.check import CheckReport, Level, check, state_of
+from dcptool.checks.check import CheckReport, Level, check
 from dcptool.checks.items import Tally
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError, UnsupportedError
 from dcptool.formats.detect import find_parts, not_a_checkpoint, open_part
@@ -25,7 +26,6 @@ from dcptool.runs.directory import find_runs, is_run_of, listed
 from dcptool.storage import DirEntry, Location, Progress, base_name, join, locate
 
 GRACE_SECONDS = 3600.0
-UNMARKED_KINDS = frozenset({"stale-marker", "bad-marker", "no-marker"})
 
 
 class State(str, Enum):
@@ -174,14 +174,13 @@ def judge(
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
         problems = [problem for problem in problems if problem.kind != "mixed-times"]
-    if options.require_marker and marker is None and not any(p.kind in UNMARKED_KINDS for p in problems):
+    if options.require_marker and marker is None and not _is_about_marker(problems):
         message = f"there is no marker {options.marker}"
         named = f"--marker {options.marker} " if options.marker != NAME else ""
         step = f"dcptool mark {named}{location.path}"
-        problems.append(Finding("no-marker", Severity.ERROR, message, next_step=step))
-    state = State.OTHER if found.other else _state(problems)
-    kinds = {problem.kind for problem in problems}
-    sign = sign_of_writing(location, listing, names, kinds, None if marker else options.grace)
+        problems.append(Finding.of("no-marker", message, next_step=step))
+    state = State.OTHER if found.other else State(state_of(problems))
+    sign = sign_of_writing(location, listing, names, problems, None if marker else options.grace)
     if sign and not found.other:
         state = State.IN_PROGRESS
     return Verdict(
@@ -203,7 +202,7 @@ def judge(
 def unreadable(path: str, error: StorageError, level: Level) -> Verdict:
     """Return the verdict on a step that cannot even be listed."""
     name = base_name(path)
-    finding = Finding("unreadable", Severity.ERROR, str(error), next_step="It may be whole: look again when it can be.")
+    finding = Finding.of("unreadable", str(error), next_step="It may be whole: look again when it can be.")
     return Verdict(path, name, step_number(name), State.DAMAGED, None, (), (finding,), 0, 0, None, level, Tally())
 
 
@@ -246,7 +245,7 @@ def _check_parts(
     """Open and check every part of a folder."""
     if not listing:
         message = f"{location.path} is empty: the save never wrote anything"
-        return _Found((), (Finding("empty", Severity.ERROR, message),))
+        return _Found((), (Finding.of("empty", message),))
     if not names:
         reason = not_a_checkpoint(location)
         return _other("not-a-checkpoint", reason.message, reason.next_step)
@@ -280,7 +279,7 @@ def _check_parts(
 
 
 def _other(kind: str, message: str, step: str = "") -> _Found:
-    return _Found((), (Finding(kind, Severity.ERROR, message, next_step=step),), Tally(), True)
+    return _Found((), (Finding.of(kind, message, next_step=step),), Tally(), True)
 
 
 def _check(
@@ -307,7 +306,7 @@ def _unopened(location: Location, name: str, listing: Mapping[str, DirEntry], er
         kind = "unsupported"
     elif isinstance(error, StorageError):
         kind = "unreadable"
-    return Finding(kind, Severity.ERROR, f"{name}: {message}" if name else message, name or None, next_step=step)
+    return Finding.of(kind, f"{name}: {message}" if name else message, name or None, next_step=step)
 
 
 def _has_metadata(listing: Iterable[str], folder: str) -> bool:
@@ -322,15 +321,13 @@ def _is_metadata_empty(listing: Mapping[str, DirEntry], name: str) -> bool:
     return bool(metadata) and not any(metadata)
 
 
+def _is_about_marker(problems: Iterable[Finding]) -> bool:
+    return any(problem.traits.effect is Effect.UNMARKED for problem in problems)
+
+
 def _missing_part(name: str) -> Finding:
-    return Finding("missing-part", Severity.ERROR, f"the part {name} is missing", name)
+    return Finding.of("missing-part", f"the part {name} is missing", name)
 
 
 def _is_there(name: str, files: Mapping[str, int]) -> bool:
     return any(file == name or file.startswith(f"{name.rstrip('/')}/") for file in files)
-
-
-def _state(problems: Sequence[Finding]) -> State:
-    state = State(state_of(problem for problem in problems if problem.kind not in UNMARKED_KINDS))
-    unmarked = any(problem.kind in UNMARKED_KINDS for problem in problems)
-    return State.UNMARKED if unmarked and state is State.COMPLETE else state

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dcptool.checkpoint.findings import Finding, Severity, worst_first
+from dcptool.checkpoint.findings import Finding, errors, worst_first
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.formats.detect import open_part
 from dcptool.formats.marker import is_of_save
@@ -90,20 +90,17 @@ def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> V
     for part in verdict.parts:
         checkpoint = open_part(location, part.name)
         if not checkpoint.format.loads_in_torch:
-            findings.append(
-                Finding("not-loaded", Severity.NOTE, "not loaded: dcp.load reads DCP only", part.name or None)
-            )
+            findings.append(Finding.of("not-loaded", "not loaded: dcp.load reads DCP only", part.name or None))
             continue
         report = load_with_torch(checkpoint, trust=trust, progress=progress)
         findings += report.findings
         skipped = f", {report.n_skipped_objects:,} objects not tried (--trust)" if report.n_skipped_objects else ""
         message = f"torch {report.torch_version} loaded {report.n_tensors:,} tensors and {report.n_objects:,} objects"
-        findings.append(Finding("loaded", Severity.NOTE, message + skipped, part.name or None))
-    bad = any(finding.severity is Severity.ERROR for finding in findings)
+        findings.append(Finding.of("loaded", message + skipped, part.name or None))
+    bad = errors(findings)
     state = State.DAMAGED if bad and verdict.whole else verdict.state
-    errors = [finding for finding in findings if finding.severity is Severity.ERROR]
-    rest = [finding for finding in findings if finding.severity is not Severity.ERROR]
-    return verdict._replace(state=state, findings=tuple(worst_first([*errors, *verdict.findings, *rest])))
+    rest = [finding for finding in findings if not finding.is_error]
+    return verdict._replace(state=state, findings=tuple(worst_first([*bad, *verdict.findings, *rest])))
 
 
 def judge_step(run: Run, name: str, options: VerifyOptions, progress: Progress | None = None) -> Verdict | None:
@@ -153,7 +150,7 @@ def without_marker(verdict: Verdict, marked: str) -> Verdict:
     """Return the verdict on a whole step of a run whose earlier step `marked` has a marker."""
     message = f"it has no marker, though {marked} has one: the save may have died before it was done"
     step = f"If you know that it is whole: dcptool mark {verdict.path}"
-    return _with(verdict, State.UNMARKED, [Finding("no-marker", Severity.ERROR, message, next_step=step)])
+    return _with(verdict, State.UNMARKED, [Finding.of("no-marker", message, next_step=step)])
 
 
 def missing_parts(verdict: Verdict, n_siblings: int, common: Iterable[str]) -> list[Finding]:
@@ -168,7 +165,7 @@ def missing_parts(verdict: Verdict, n_siblings: int, common: Iterable[str]) -> l
         return []
     there = {part.name for part in verdict.parts} | {finding.file for finding in verdict.findings}
     return [
-        Finding("missing-part", Severity.ERROR, f"the part {name} is missing, which all other steps have", name)
+        Finding.of("missing-part", f"the part {name} is missing, which all other steps have", name)
         for name in sorted(set(common) - there)
     ]
 
