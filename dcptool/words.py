@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -47,9 +47,31 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}"
 
 
-def bytes_words(count: int) -> str:
-    """Return a number of bytes with its unit: `1 byte`, `1,577 bytes`."""
-    return f"{count:,} byte{'s' * (count != 1)}"
+def are(count: int, noun: str) -> str:
+    """Return a count with its noun and verb: `1 tensor is`, `2 tensors are`."""
+    return f"{plural(count, noun)} {'is' if count == 1 else 'are'}"
+
+
+def of_numbers(noun: str, numbers: Iterable[int]) -> str:
+    """Return which numbers of something: `rank 3`, `ranks 0, 2`."""
+    found = list(numbers)
+    return f"{noun}{'s' * (len(found) > 1)} {', '.join(map(str, found))}"
+
+
+def listed(names: Sequence[str], most: int, *, counted: bool = True) -> str:
+    """Return the first names in a row, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2), listed(["a", "b", "c"], 2, counted=False), listed(["a"], 2)
+    ('a, b and 1 more', 'a, b, …', 'a')
+    """
+    more = f" and {len(names) - most:,} more" if counted else ", …"
+    return ", ".join(names[:most]) + (more if len(names) > most else "")
+
+
+def cut_lines(lines: Sequence[str], most: int, count: int | None = None, more: str = "", indent: str = "") -> list[str]:
+    """Return the first lines, and in one more how many others there are: of `count`, if that is not their number."""
+    left = (len(lines) if count is None else count) - most
+    return [*lines[:most], *([f"{indent}… and {left:,} more{more}"] if left > 0 else [])]
 
 
 class _Short(reprlib.Repr):

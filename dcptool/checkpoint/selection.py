@@ -16,7 +16,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import ObjectEntry, TensorEntry
 from dcptool.checkpoint.regions import volume
 from dcptool.errors import LayoutError
-from dcptool.words import bytes_words, closest, did_you_mean
+from dcptool.words import closest, did_you_mean, listed, plural
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "module")
 """Parts that torch.compile, activation checkpointing, FSDP1, DeepSpeed and DDP put into names."""
@@ -308,7 +308,6 @@ def _nothing(checkpoints: Sequence[Checkpoint], keys: Sequence[str], exclude: Se
         top = fqn.partition(".")[0]
         groups[top] = groups.get(top, 0) + (entry.nbytes if isinstance(entry, TensorEntry) else 0)
     shown = sorted(groups.items(), key=lambda group: -group[1])
-    listed = ", ".join(f"{name!r} ({bytes_words(nbytes)})" for name, nbytes in shown[:MAX_LISTED])
-    more = ", …" if len(shown) > MAX_LISTED else ""
+    named = listed([f"{name!r} ({plural(nbytes, 'byte')})" for name, nbytes in shown], MAX_LISTED, counted=False)
     begin = f"{meant}\nNames begin with" if meant else "; names begin with"
-    return f"{place}no entry matches {', '.join(map(repr, keys))}{begin} {listed}{more}"
+    return f"{place}no entry matches {', '.join(map(repr, keys))}{begin} {named}"

@@ -168,7 +168,7 @@ def _unverifiable(checkpoint: Checkpoint, tally: Tally) -> list[Finding]:
     if not tally.n_unverifiable:
         return []
     share = "all" if tally.n_unverifiable == tally.n_items else f"{tally.n_unverifiable:,} of {tally.n_items:,}"
-    items = "item" if tally.n_items == 1 else "items"
-    message = f"{share} {items} ({tally.unverifiable_nbytes:,} bytes) are stored without checksums: not verifiable"
+    message = f"{share} item{'s' * (tally.n_items != 1)} ({tally.unverifiable_nbytes:,} bytes) are stored without "
+    message += "checksums: not verifiable"
     step = "What is there was read; whether it is what was saved only a marker with checksums can tell."
     return [Finding.of("not-verifiable", message, next_step=step)]

@@ -15,7 +15,7 @@ from dcptool.checkpoint.items import FileItems, name_of
 from dcptool.errors import DcptoolError
 from dcptool.formats.dcp.format import metadata_names, metadata_rank
 from dcptool.formats.safetensors.header import LFS_START
-from dcptool.words import bytes_words
+from dcptool.words import listed, plural
 
 APART_SECONDS = 60.0
 """Files written further apart than this may be of two saves; a listing alone proves nothing."""
@@ -57,7 +57,7 @@ def _short(by_file: FileItems, name: str, nbytes: int, use: FileUse, total: int)
     held = _lost([use], total)
     message = f"{name} is empty; it should hold {held}"
     if nbytes:
-        message = f"{name} is cut short: {bytes_words(nbytes)} of at least {use.end:,}; it should hold {held}"
+        message = f"{name} is cut short: {plural(nbytes, 'byte')} of at least {use.end:,}; it should hold {held}"
         _, ends = by_file.spans(name)
         beyond = [index for index, end in enumerate(ends) if end > nbytes]
         first = name_of(by_file.item(name, beyond[0]))
@@ -81,7 +81,7 @@ def _missing(checkpoint: Checkpoint, missing: Sequence[str], total: int) -> Find
     verb = "is missing: it held" if len(missing) == 1 else "are missing: they held"
     lost = _lost([usage[name] for name in missing], total)
     n_tensors = _n_affected(checkpoint, set(missing))
-    message = f"{names}{whose} {verb} {lost} of {n_tensors:,} tensor{'s' * (n_tensors != 1)}"
+    message = f"{names}{whose} {verb} {lost} of {plural(n_tensors, 'tensor')}"
     if len(missing) > 1:
         message += f"; the first is {missing[0]}"
     return Finding.of("missing-file", message, missing[0], next_step=_GET_FILES)
@@ -94,7 +94,7 @@ def _n_affected(checkpoint: Checkpoint, files: set[str]) -> int:
 
 def _lost(uses: Sequence[FileUse], total: int) -> str:
     items, nbytes = sum(use.items for use in uses), sum(use.nbytes for use in uses)
-    return f"{nbytes / total:.0%} of the bytes, {items:,} item{'s' * (items != 1)}"
+    return f"{nbytes / total:.0%} of the bytes, {plural(items, 'item')}"
 
 
 def _leftovers(checkpoint: Checkpoint, usage: Mapping[str, FileUse]) -> list[Finding]:
@@ -113,12 +113,11 @@ def _leftovers(checkpoint: Checkpoint, usage: Mapping[str, FileUse]) -> list[Fin
     )
     if not left:
         return []
-    more = f" and {len(left) - 1} more" if len(left) > 1 else ""
     nbytes = sum(checkpoint.files[name] for name in left)
     whole = all(_starts(checkpoint, name, checkpoint.files[name]).startswith(b"PK") for name in left[:MAX_PEEKED])
     are, they = ("is", "it") if len(left) == 1 else ("are", "they")
     holds = f"hold{'s' * (len(left) == 1)} items of" if whole else f"{are} left by"
-    message = f"{left[0]}{more} ({bytes_words(nbytes)}) {are} not named by the metadata"
+    message = f"{listed(left, 1)} ({plural(nbytes, 'byte')}) {are} not named by the metadata"
     message += f": {they} {holds} an older or wider save"
     return [Finding.of("leftover-files", message, left[0])]
 

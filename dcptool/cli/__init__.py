@@ -27,6 +27,7 @@ from dcptool.cli.rescue import rescue
 from dcptool.cli.reshard import reshard
 from dcptool.cli.verify import verify
 from dcptool.errors import DcptoolError, SeveralCheckpointsError, WorkerError
+from dcptool.words import cut_lines
 
 EXIT_FAILED = 3
 EXIT_BUG = 70
@@ -109,8 +110,7 @@ def _commands(error: SeveralCheckpointsError) -> str:
         shlex.join(["dcptool", *(part if argument.rstrip("/") == error.path else argument for argument in given)])
         for part in error.parts
     ]
-    more = [f"… and {len(commands) - MAX_COMMANDS:,} more"] if len(commands) > MAX_COMMANDS else []
-    lines = [f"{error.path} holds {len(error.parts):,} checkpoints; name one:", *commands[:MAX_COMMANDS], *more]
+    lines = [f"{error.path} holds {len(error.parts):,} checkpoints; name one:", *cut_lines(commands, MAX_COMMANDS)]
     if any(step_number(part.rpartition("/")[2]) is not None for part in error.parts):
         run = os.path.commonpath(error.parts) if "://" not in error.path else error.path
         lines.append(f"The newest complete step is what {shlex.join(['dcptool', 'latest', run])} prints.")

@@ -21,6 +21,7 @@ from dcptool.formats.others import looks_like
 from dcptool.formats.table import FORMATS, KnownFormat, format_of
 from dcptool.formats.torch_save.format import SUFFIXES
 from dcptool.storage import DirEntry, Location, Storage, is_url, join, locate
+from dcptool.words import listed
 
 MAX_LISTED = 20
 HEAD_NBYTES = 512
@@ -73,8 +74,8 @@ def open_checkpoint(path: str | os.PathLike[str], also: Sequence[str | os.PathLi
     if not parts:
         raise not_a_checkpoint(location)
     root = location.storage.root
-    listed = "\n".join(f"{join(root, part.name)}  ({part.kind})" for part in parts[:MAX_LISTED])
-    message = f"{root} holds {len(parts)} checkpoints; name one:\n{listed}"
+    lines = "\n".join(f"{join(root, part.name)}  ({part.kind})" for part in parts[:MAX_LISTED])
+    message = f"{root} holds {len(parts)} checkpoints; name one:\n{lines}"
     raise SeveralCheckpointsError(message, root, tuple(join(root, part.name) for part in parts))
 
 
@@ -171,8 +172,8 @@ def not_a_checkpoint(location: Location) -> CheckpointNotFoundError:
         message = f"{root} is no DCP checkpoint: {found} looks like {what}."
         return CheckpointNotFoundError(message, next_step=f"{tool} reads it{also}")
     if single:
-        listed = ", ".join(single[:5]) + (", …" if len(single) > 5 else "")
-        message = f"{root} is no DCP checkpoint, but holds torch.save files ({listed}); "
+        named = listed(single, 5, counted=False)
+        message = f"{root} is no DCP checkpoint, but holds torch.save files ({named}); "
         return CheckpointNotFoundError(f"{message}name one: {join(root, single[0])}")
     if not names:
         return CheckpointNotFoundError(f"{root} is empty: no checkpoint in it")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from dcptool.checkpoint.findings import Finding
 from dcptool.errors import DcptoolError, StorageError
 from dcptool.storage import Storage
-from dcptool.words import bytes_words
+from dcptool.words import plural
 
 NAME = "_COMPLETE"
 SCHEMA = 1
@@ -192,10 +192,10 @@ def marker_problems(marker: Marker, storage: Storage, files: Mapping[str, int]) 
     problems = []
     for name, nbytes in marker.files.items():
         if name not in files:
-            message = f"{name} ({bytes_words(nbytes)}) is missing: the marker {marker.name} lists it"
+            message = f"{name} ({plural(nbytes, 'byte')}) is missing: the marker {marker.name} lists it"
             problems.append(Finding.of("missing-file", message, name))
         elif files[name] != nbytes:
-            message = f"{name} has {bytes_words(files[name])}, {nbytes:,} when it was marked"
+            message = f"{name} has {plural(files[name], 'byte')}, {nbytes:,} when it was marked"
             kind = "short-file" if files[name] < nbytes else "changed-file"
             problems.append(Finding.of(kind, message, name))
     return problems

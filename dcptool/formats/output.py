@@ -13,6 +13,7 @@ from dcptool.formats.dcp import write as dcp
 from dcptool.formats.safetensors import write as safetensors
 from dcptool.formats.safetensors.format import SUFFIX
 from dcptool.formats.torch_save import write as torch_save
+from dcptool.words import are
 
 
 class Writer(NamedTuple):
@@ -83,9 +84,9 @@ def lay_out(checkpoint: Checkpoint, selection: Selection, to: str, wanted: Wante
     writer = _writer(to)
     objects = wanted.objects or ("skip" if writer.skips_objects else "keep")
     if objects == "error" and selection.objects:
-        objects_ = "1 object is" if len(selection.objects) == 1 else f"{len(selection.objects):,} objects are"
         raise LayoutError(
-            f"{objects_} selected, such as {selection.objects[0].name!r}, and --objects error refuses them",
+            f"{are(len(selection.objects), 'object')} selected, such as {selection.objects[0].name!r}, and "
+            "--objects error refuses them",
             next_step="--objects skip leaves them out, --objects keep takes them; --keys and --exclude select.",
         )
     if objects != "skip":

@@ -19,6 +19,7 @@ from dcptool.ops.diff.pool import Pool
 from dcptool.ops.diff.results import DiffOptions
 from dcptool.ops.diff.values import ValueComparison
 from dcptool.ops.inspect.notes import side_files
+from dcptool.words import cut_lines
 
 MAX_LISTED = 20
 MAX_STEPS = 2
@@ -79,10 +80,8 @@ def damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
     steps = dict.fromkeys(finding.next_step for finding in found if finding.next_step)
     lines = [
         f"{checkpoint.path} {what}, nothing was written:",
-        *(finding.message for finding in found[:MAX_LISTED]),
+        *cut_lines([finding.message for finding in found], MAX_LISTED),
     ]
-    if len(found) > MAX_LISTED:
-        lines.append(f"… and {len(found) - MAX_LISTED:,} more")
     return "\n".join(filter(None, [*lines, *list(steps)[:MAX_STEPS], "" if state_of(found) == "other" else hint]))
 
 

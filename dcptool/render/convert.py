@@ -8,7 +8,7 @@ from typing import Any
 from dcptool.ops.convert.convert import Conversion
 from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.text import table
-from dcptool.words import nbytes, plural, shown
+from dcptool.words import are, listed, nbytes, plural, shown
 
 SCHEMA = 1
 MAX_NAMED = 5
@@ -19,8 +19,7 @@ def conversion_lines(conversion: Conversion) -> tuple[list[str], str]:
     notes = finding_lines(conversion.corrupt, "")
     lost = list(dict.fromkeys(finding.fqn for finding in conversion.corrupt if finding.fqn))
     if lost:
-        noun = "entry is" if len(lost) == 1 else "entries are"
-        notes.append(f"{len(lost):,} damaged {noun} left out: {_named(lost)}")
+        notes.append(f"{are(len(lost), 'damaged entry')} left out: {_named(lost)}")
     if conversion.skipped:
         notes.append(f"note: {plural(len(conversion.skipped), 'object')} left out: {_named(conversion.skipped)}")
     if conversion.n_cast:
@@ -35,7 +34,7 @@ def conversion_lines(conversion: Conversion) -> tuple[list[str], str]:
 
 
 def _named(fqns: Sequence[str]) -> str:
-    return ", ".join(map(shown, fqns[:MAX_NAMED])) + (", …" if len(fqns) > MAX_NAMED else "")
+    return listed(list(map(shown, fqns)), MAX_NAMED, counted=False)
 
 
 def plan_text(conversion: Conversion) -> str:

@@ -22,7 +22,7 @@ from dcptool.ops.diff.results import (
 from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.folding import fold
 from dcptool.render.text import table
-from dcptool.words import nbytes, plural, shown
+from dcptool.words import cut_lines, listed, nbytes, plural, shown
 
 SCHEMA = 1
 MAX_ROWS = 40
@@ -147,7 +147,7 @@ def _topic_lines(letter: str, entries: Sequence[Lone]) -> list[str]:
     if hyper:
         names = dict.fromkeys(hyper)
         counted = [shown(name) + (f" ×{hyper.count(name)}" if hyper.count(name) > 1 else "") for name in names]
-        lines.append(f"optimizer hyper-parameters only in {letter}: {_listed(counted)}")
+        lines.append(f"optimizer hyper-parameters only in {letter}: {listed(counted, MAX_NAMED)}")
     extra = sum(entry.topic == EXTRA_STATE for entry in entries)
     if extra:
         lines.append(
@@ -160,11 +160,6 @@ def _last_part(fqn: str) -> str:
     """Return the name of a hyper-parameter: the last part of an fqn that is no number."""
     parts = [part for part in fqn.split(".") if not part.isdigit()]
     return parts[-1] if parts else fqn
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def _lone_lines(entries: Sequence[Lone]) -> list[str]:
@@ -202,7 +197,7 @@ def _folded(
 
 
 def _cut(lines: list[str], count: int, indent: str = "") -> list[str]:
-    return lines if count <= MAX_ROWS else [*lines[:MAX_ROWS], f"{indent}… and {count - MAX_ROWS:,} more"]
+    return cut_lines(lines, MAX_ROWS, count, indent=indent) if count > MAX_ROWS else lines
 
 
 def _others_table(differences: Sequence[Difference], width: int) -> str:
@@ -212,11 +207,13 @@ def _others_table(differences: Sequence[Difference], width: int) -> str:
         return difference.kind, shown(difference.a), shown(difference.b), shown(note) if note else ""
 
     rows = _folded(differences, lambda difference: difference.fqn_a, cells)
-    listed = [[name + _times(group), *cells(group[0])] for name, group in rows[:MAX_ROWS]]
-    has_notes = any(row[4] for row in listed)
+    kept_rows = [[name + _times(group), *cells(group[0])] for name, group in rows[:MAX_ROWS]]
+    has_notes = any(row[4] for row in kept_rows)
     headers = ["entry", "differs in", "A", "B", "note"]
-    text = table(headers if has_notes else headers[:4], listed if has_notes else [r[:4] for r in listed], width=width)
-    return "\n".join(_cut([text], 1) if len(rows) <= MAX_ROWS else [text, f"… and {len(rows) - MAX_ROWS:,} more"])
+    text = table(
+        headers if has_notes else headers[:4], kept_rows if has_notes else [r[:4] for r in kept_rows], width=width
+    )
+    return "\n".join([text, *cut_lines([], MAX_ROWS, len(rows))])
 
 
 def _cast_words(difference: Difference) -> str:
@@ -237,12 +234,12 @@ def _values_table(differences: Sequence[Difference], width: int) -> str:
     rows = _folded(
         differences, lambda difference: difference.fqn_a, lambda difference: (difference.a, _note(difference))
     )
-    listed = [[name + _times(group), *_value_cells(group)] for name, group in rows[:MAX_ROWS]]
+    kept_rows = [[name + _times(group), *_value_cells(group)] for name, group in rows[:MAX_ROWS]]
     headers = ["tensor", "differing", "max abs", "max rel", "first at", "norm", "mean", "note"]
-    kept = [index for index in range(len(headers)) if index < 2 or any(row[index] for row in listed)]
+    kept = [index for index in range(len(headers)) if index < 2 or any(row[index] for row in kept_rows)]
     right = [position for position, index in enumerate(kept) if 1 <= index <= 3]
-    text = table([headers[i] for i in kept], [[row[i] for i in kept] for row in listed], right, width)
-    return text if len(rows) <= MAX_ROWS else f"{text}\n… and {len(rows) - MAX_ROWS:,} more"
+    text = table([headers[i] for i in kept], [[row[i] for i in kept] for row in kept_rows], right, width)
+    return "\n".join([text, *cut_lines([], MAX_ROWS, len(rows))])
 
 
 def _value_cells(group: Sequence[Difference]) -> list[str]:

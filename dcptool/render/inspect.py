@@ -12,7 +12,7 @@ from dcptool.pickles import plain
 from dcptool.render.findings import indented
 from dcptool.render.folding import Fold, fold
 from dcptool.render.text import MIN_NAME_WIDTH, column_width, table
-from dcptool.words import nbytes, plural, shown, value
+from dcptool.words import cut_lines, nbytes, plural, shown, value
 
 if TYPE_CHECKING:
     from dcptool.ops.inspect.stats import StatsReport
@@ -128,9 +128,8 @@ def _problems_text(checkpoint: CheckpointSummary) -> str:
     for problem in checkpoint.problems[:MAX_SHOWN_PROBLEMS]:
         step = f"\n  {problem.next_step}" if problem.next_step else ""
         lines.append(f"{problem.severity.value}: {indented(problem.message)}{step}")
-    if len(checkpoint.problems) > MAX_SHOWN_PROBLEMS:
-        lines.append(f"… and {len(checkpoint.problems) - MAX_SHOWN_PROBLEMS:,} more; --json lists all")
-    return "\n".join(lines)
+    count = len(checkpoint.problems)
+    return "\n".join(cut_lines(lines, MAX_SHOWN_PROBLEMS, count, "; --json lists all"))
 
 
 def _groups_text(checkpoint: CheckpointSummary) -> str:

@@ -10,6 +10,7 @@ from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.formats.detect import find_parts, part_files
 from dcptool.formats.table import fills_folder
 from dcptool.storage import DirEntry, Location, Storage, base_name, join
+from dcptool.words import plural
 
 _WRAPPER_DEPTH = 2
 _MAX_FOLDERS = 50
@@ -81,7 +82,7 @@ def listed(path: str, runs: Sequence[Run]) -> str:
     """Say that a folder is no run directory, listing those in it."""
     if not runs:
         return f"{path} is no run directory: it holds no steps (step_500, checkpoint-500, iter_0000500, …)"
-    names = "\n".join(f"  {run.path}  ({len(run.steps)} step{'s' * (len(run.steps) != 1)})" for run in runs[:20])
+    names = "\n".join(f"  {run.path}  ({plural(len(run.steps), 'step')})" for run in runs[:20])
     return f"{path} holds {len(runs)} run directories; name one:\n{names}"
 
 

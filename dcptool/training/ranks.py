@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from dcptool.errors import DcptoolError, TrainingError
+from dcptool.words import of_numbers
 
 T = TypeVar("T")
 
@@ -143,6 +144,4 @@ def _listed(failed: dict[int, str], world_size: int) -> str:
         by_reason.setdefault(reason, []).append(rank)
     if world_size == 1 or -1 in failed:
         return "; ".join(by_reason)
-    return "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {reason}" for reason, ranks in by_reason.items()
-    )
+    return "; ".join(f"{of_numbers('rank', ranks)}: {reason}" for reason, ranks in by_reason.items())

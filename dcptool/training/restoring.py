@@ -30,6 +30,7 @@ from dcptool.training.ranks import Ranks, sendable
 from dcptool.training.reader import Reader
 from dcptool.training.saving import NO_GRACE
 from dcptool.training.state import MODEL, OPTIM, UNSTARTED, TrainState, rank_key
+from dcptool.words import listed, of_numbers
 
 logger = logging.getLogger("dcptool.training")
 MAX_LISTED = 40
@@ -270,8 +271,7 @@ def _words(difference: Any) -> str:
 def _some(form: str, names: Sequence[str]) -> list[str]:
     if not names:
         return []
-    more = f" and {len(names) - MAX_LISTED:,} more" if len(names) > MAX_LISTED else ""
-    return [form.format(", ".join(names[:MAX_LISTED]) + more)]
+    return [form.format(listed(names, MAX_LISTED))]
 
 
 def _renamed(report: DiffReport) -> list[str]:
@@ -300,10 +300,7 @@ def _per_rank(names: Iterable[str], wanted: Sequence[str], size: int) -> tuple[P
 
 def per_rank_words(found: PerRank) -> str:
     """Say in one line what became of one kind of per-rank state."""
-
-    def of(ranks: Sequence[int]) -> str:
-        return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
+    of = partial(of_numbers, "rank")
     said = [f"the {found.name} state of {of(found.restored)} was restored" if found.restored else ""]
     said.append(f"{of(found.missing)} found no {found.name} state and keep what they have" if found.missing else "")
     said.append(f"the {found.name} state of {of(found.unused)} was not used" if found.unused else "")

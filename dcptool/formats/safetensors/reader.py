@@ -22,6 +22,7 @@ from dcptool.errors import CheckpointNotFoundError, MetadataError, UnsupportedEr
 from dcptool.formats.safetensors.format import SAFETENSORS, SUFFIX, is_index, shard_number
 from dcptool.formats.safetensors.header import Header, read_header
 from dcptool.storage import Storage, is_inside, join
+from dcptool.words import listed, plural
 
 MAX_INDEX_NBYTES = 1 << 30
 _OF_SEVERAL = re.compile(r"(?:shard-\d{5}-)?(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
@@ -96,7 +97,7 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
     entries: dict[str, Entry] = {}
     for fqn, chunks in parts.items():
         entries[fqn] = _entry(fqn, chunks, table, problems)
-    flavour, evidence = "safetensors", [f"{len(headers)} file{'s' * (len(headers) != 1)} with safetensors headers"]
+    flavour, evidence = "safetensors", [f"{plural(len(headers), 'file')} with safetensors headers"]
     if sharded:
         flavour = "safetensors, HuggingFace DCP shards"
         evidence.append("DCP_SHARDING_INFO in the headers: HuggingFaceStorageWriter")
@@ -139,7 +140,7 @@ def _missing_shards(headers: Mapping[str, Header]) -> list[Finding]:
     if not ranks or len(ranks) == max(ranks):
         return []
     missing = [rank for rank in range(1, max(ranks)) if rank not in ranks]
-    named = ", ".join(map(str, missing[:_MAX_NAMED])) + (", …" if len(missing) > _MAX_NAMED else "")
+    named = listed(list(map(str, missing)), _MAX_NAMED, counted=False)
     message = f"the files of shard{'s' * (len(missing) > 1)} {named} of at least {max(ranks):,} are missing"
     return [Finding.of("missing-file", message, next_step="Gather the files of all ranks.")]
 
@@ -160,8 +161,7 @@ def _missing_of_set(headers: Mapping[str, Header]) -> list[Finding]:
             f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1) if number not in there
         ]
         if missing:
-            named = ", ".join(missing[:3]) + (f" and {len(missing) - 3:,} more" if len(missing) > 3 else "")
-            message = f"{len(missing):,} of {count:,} files are missing: {named}"
+            message = f"{len(missing):,} of {count:,} files are missing: {listed(missing, 3)}"
             step = "Copy them here again."
             problems.append(Finding.of("missing-file", message, missing[0], next_step=step))
     return problems

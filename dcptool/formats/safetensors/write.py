@@ -18,6 +18,7 @@ from dcptool.copying.outputs import Fill, LaidOut, Literal, OutputFile, Wanted
 from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
 from dcptool.formats.safetensors.format import SUFFIX
 from dcptool.pickles import plain
+from dcptool.words import listed
 
 INDEX = "model.safetensors.index.json"
 OBJECTS_FILE = "objects.json"
@@ -64,11 +65,10 @@ def require_supported(tensors: Sequence[SelectedTensor]) -> None:
     """
     wrong = [tensor for tensor in tensors if dtypes.lookup(tensor.dtype).safetensors is None]
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        listed = ", ".join(f"{tensor.name!r} ({tensor.dtype})" for tensor in wrong[:3])
+        named = listed([f"{tensor.name!r} ({tensor.dtype})" for tensor in wrong], 3)
         hint = " ".join(f"--exclude {tensor.entry.fqn!r}" for tensor in wrong[:3])
         raise UnsupportedError(
-            f"safetensors cannot hold {listed}{more}", next_step=f"Leave them out ({hint}), or use --to torch."
+            f"safetensors cannot hold {named}", next_step=f"Leave them out ({hint}), or use --to torch."
         )
 
 

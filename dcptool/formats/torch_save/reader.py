@@ -28,6 +28,7 @@ from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Global, Node, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
 from dcptool.storage import Storage, join
+from dcptool.words import are
 
 MAX_DEPTH = 60
 MAX_KEY_CHARS = 10_000
@@ -176,12 +177,12 @@ def _storage_notes(views: Mapping[str, TensorView], file: str) -> list[Finding]:
             partial.append(fqn)
     notes = []
     if strided:
-        message = f"{_tensors(len(strided))} stored transposed or strided, such as {strided[0]!r}"
+        message = f"{are(len(strided), 'tensor')} stored transposed or strided, such as {strided[0]!r}"
         notes.append(Finding.of("strided-tensors", message, file, strided[0]))
     if partial:
         view = views[partial[0]]
         part = f"{_nbytes(view):,} of {view.storage_nbytes:,} bytes, from byte {_byte_offset(view):,} on"
-        message = f"{_tensors(len(partial))} only part of a larger storage, such as {partial[0]!r}: {part}"
+        message = f"{are(len(partial), 'tensor')} only part of a larger storage, such as {partial[0]!r}: {part}"
         next_step = "The file holds the whole storages; a clone() before torch.save leaves out what is not used."
         notes.append(Finding.of("partial-storage", message, file, partial[0], next_step=next_step))
     return [*notes, *_shared_storages(views, file)]
@@ -197,15 +198,10 @@ def _shared_storages(views: Mapping[str, TensorView], file: str) -> list[Finding
     if not shared:
         return []
     first = shared[0]
-    listed = " and ".join(map(repr, first[:2])) + (f" and {len(first) - 2:,} more" if len(first) > 2 else "")
+    more = f" and {len(first) - 2:,} more" if len(first) > 2 else ""
     what = "the same values, as tied weights" if len({views[fqn] for fqn in first}) == 1 else "parts or views of it"
-    count = "1 storage is" if len(shared) == 1 else f"{len(shared):,} storages are"
-    message = f"{count} shared by several tensors: {listed} ({what})"
+    message = f"{are(len(shared), 'storage')} shared by several tensors: {first[0]!r} and {first[1]!r}{more} ({what})"
     return [Finding.of("shared-storage", message, file, first[0])]
-
-
-def _tensors(count: int) -> str:
-    return "1 tensor is" if count == 1 else f"{count:,} tensors are"
 
 
 def _nbytes(view: TensorView) -> int:

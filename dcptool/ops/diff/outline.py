@@ -15,6 +15,7 @@ from dcptool.checkpoint.selection import selects, unmatched
 from dcptool.errors import DcptoolError
 from dcptool.ops.diff.pairing import Pairing, lone
 from dcptool.ops.diff.results import Difference, DiffOptions, DiffReport, Known, Lone, Side
+from dcptool.words import are, plural
 
 
 def known_entries(checkpoint: Checkpoint) -> list[Known]:
@@ -112,8 +113,7 @@ def _nesting(paired: Pairing) -> list[Finding]:
     if not found:
         return []
     x, y = found[0]
-    count = "1 entry is" if len(found) == 1 else f"{len(found):,} entries are"
-    message = f"{count} nested in another way, such as {x.fqn!r}: {_place(x)} in A, {_place(y)} in B"
+    message = f"{are(len(found), 'entry')} nested in another way, such as {x.fqn!r}: {_place(x)} in A, {_place(y)} in B"
     return [Finding.of("nesting-differs", message, fqn=x.fqn)]
 
 
@@ -135,9 +135,9 @@ def _flattening(whole: Sequence[Lone], parts: Sequence[Lone], name: str, other: 
     if not found:
         return []
     first, count = next(iter(found.items()))
-    what = "1 object" if len(found) == 1 else f"{len(found):,} objects"
-    entries = "1 entry" if count == 1 else f"{count:,} entries"
-    message = f"{what} of {name} may be in {other} in parts, such as {first!r}: {entries} of {other} begin with it"
+    entries = plural(count, "entry")
+    message = f"{plural(len(found), 'object')} of {name} may be in {other} in parts, such as {first!r}: "
+    message += f"{entries} of {other} begin with it"
     return [Finding.of("flattening-differs", message, fqn=first)]
 
 

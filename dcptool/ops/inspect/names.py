@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.selection import WRAPPERS
+from dcptool.words import plural
 
 _OPTIMIZER = re.compile(r"(?:^|\.)(?:optim|optimizer|optimizers|opt)\w*\.(?:.*\.)?state\.(.+)\.(\w+)$")
 _EXTRA_STATE = re.compile(r"\._extra_state(?:/|$)")
@@ -37,11 +38,6 @@ def note(kind: str, message: str, next_step: str = "") -> Finding:
     return Finding.of(kind, message, next_step=next_step)
 
 
-def count_entries(count: int) -> str:
-    """Return a count with its noun."""
-    return "1 entry" if count == 1 else f"{count:,} entries"
-
-
 def _common_prefix(names: Sequence[str]) -> Finding | None:
     """R08: model and optimizer below one part that all names begin with, as `app.model.`."""
     split = [name.split(".", 2) for name in names]
@@ -62,7 +58,7 @@ def _wrappers(names: Sequence[str]) -> Finding | None:
     seen = {part: count for part, count in counts.items() if count}
     if not seen:
         return None
-    listed = ", ".join(f"{part}. in {count_entries(count)}" for part, count in seen.items())
+    listed = ", ".join(f"{part}. in {plural(count, 'entry')}" for part, count in seen.items())
     return note("wrapper-names", f"names have parts of wrappers: {listed}; a bare model does not have them")
 
 
@@ -116,7 +112,7 @@ def _integer_keys(checkpoint: Checkpoint) -> Finding | None:
     first = ".".join(map(str, next(iter(containers))))
     where = f"under {first!r}" if first else "at top level"
     others = len(containers) - 1
-    more = f" and in {others:,} other place{'s' * (others > 1)}" if others else ""
+    more = f" and in {plural(others, 'other place')}" if others else ""
     message = f"keys {where}{more} look like integers; DCP stores them as text"
     return note("integer-keys", message, "Whatever looks them up as integers after loading does not find them.")
 
@@ -126,7 +122,5 @@ def _extra_state(names: Sequence[str]) -> Finding | None:
     count = sum(bool(_EXTRA_STATE.search(name)) for name in names)
     if not count:
         return None
-    message = (
-        f"{count_entries(count)} are _extra_state: FP8 bookkeeping that comes and goes with TransformerEngine's version"
-    )
-    return note("extra-state", message)
+    bookkeeping = "FP8 bookkeeping that comes and goes with TransformerEngine's version"
+    return note("extra-state", f"{plural(count, 'entry')} are _extra_state: {bookkeeping}")

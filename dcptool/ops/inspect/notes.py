@@ -16,8 +16,9 @@ from dcptool.checkpoint.families import per_rank_families
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.layouts import Layout
 from dcptool.checkpoint.regions import volume
-from dcptool.ops.inspect.names import count_entries, name_notes, note
+from dcptool.ops.inspect.names import name_notes, note
 from dcptool.pickles.plain import Array
+from dcptool.words import plural
 
 _OF_ONE_RANK = re.compile(r"rng|data_?loader|sampler|random", re.IGNORECASE)
 _RNG_TENSOR = re.compile(r"(?:^|[._/])(?:\w+_)?rng(?:_\w+)?(?:$|[._/])", re.IGNORECASE)
@@ -55,10 +56,6 @@ def notes(checkpoint: Checkpoint, layouts: Mapping[str, Layout], values: Mapping
     return [found_note for found_note in found if found_note]
 
 
-def _ranks(count: int) -> str:
-    return f"{count:,} rank{'s' * (count != 1)}"
-
-
 def _per_rank(families: Mapping[str, set[int]], world_size: int | None) -> list[Finding]:
     """R17, R18: entries that only one rank each has, and the number of ranks they imply."""
     found = []
@@ -66,9 +63,9 @@ def _per_rank(families: Mapping[str, set[int]], world_size: int | None) -> list[
         count = max(ranks) + 1
         missing = count - len(ranks)
         gaps = f", {missing:,} of them missing" if missing else ""
-        message = f"{pattern!r} is saved per rank, for {_ranks(count)}{gaps}"
+        message = f"{pattern!r} is saved per rank, for {plural(count, 'rank')}{gaps}"
         if world_size and count != world_size:
-            message += f", but {_ranks(world_size)} wrote files"
+            message += f", but {plural(world_size, 'rank')} wrote files"
             if not missing and 1 < count < world_size and world_size % count == 0:
                 message += f": data-parallel size {count:,}?"
         found.append(note("per-rank", message, "Another number of ranks finds too few or too many of them."))
@@ -82,8 +79,10 @@ def _stored_once(checkpoint: Checkpoint, world_size: int | None) -> Finding | No
     once = [fqn for fqn in checkpoint if _is_of_one_rank(checkpoint, fqn)]
     if not once:
         return None
-    which = f"{once[0]!r} is" if len(once) == 1 else f"{once[0]!r} and {count_entries(len(once) - 1)} like it are"
-    message = f"{which} stored once, of {_ranks(world_size)}: the same on all of them, or the other ranks' is lost"
+    which = f"{once[0]!r} is" if len(once) == 1 else f"{once[0]!r} and {plural(len(once) - 1, 'entry')} like it are"
+    message = (
+        f"{which} stored once, of {plural(world_size, 'rank')}: the same on all of them, or the other ranks' is lost"
+    )
     return note("stored-once", message, "State of its own per rank needs a name of its own per rank.")
 
 
@@ -109,7 +108,7 @@ def _whole(checkpoint: Checkpoint, layouts: Mapping[str, Layout], world_size: in
     files = {file for fqn in whole for file in checkpoint.tensors[fqn].chunks.files()}
     ranks = {rank for rank in map(checkpoint.format.rank_of, files) if rank is not None}
     if len(ranks) > 1:
-        message += f" each, spread over the files of {_ranks(len(ranks))}"
+        message += f" each, spread over the files of {plural(len(ranks), 'rank')}"
         next_step += " The files of one rank, or of one node of several, are not enough to load them."
     return note("whole-tensors", message, next_step)
 
@@ -129,7 +128,7 @@ def _containers(checkpoint: Checkpoint, values: Mapping[str, Any]) -> Finding | 
     kept = [fqn for fqn, value in values.items() if _is_unflattened(value)]
     if not kept or checkpoint.format.holds_empty_dicts or checkpoint.variant.keeps_containers:
         return None
-    which = f"{kept[0]!r} holds" if len(kept) == 1 else f"{count_entries(len(kept))}, such as {kept[0]!r}, hold"
+    which = f"{kept[0]!r} holds" if len(kept) == 1 else f"{plural(len(kept), 'entry')}, such as {kept[0]!r}, hold"
     message = f"{which} a whole container: torch before 2.4, or not flattened"
     return note("unflattened", message, "torch 2.4 and later look for its members under names of their own.")
 

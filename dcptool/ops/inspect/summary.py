@@ -22,6 +22,7 @@ from dcptool.checks.files import file_problems
 from dcptool.errors import DcptoolError, UnsupportedError
 from dcptool.ops.inspect.notes import notes
 from dcptool.pickles import plain
+from dcptool.words import plural
 
 MAX_VALUES = 2_000
 """Objects whose values are read for one summary; select with `keys` to see others."""
@@ -229,8 +230,7 @@ def _unreadable(errors: Mapping[str, Sequence[DcptoolError]]) -> list[Finding]:
     findings = []
     for file, found in errors.items():
         severity = Severity.NOTE if isinstance(found[0], UnsupportedError) else Severity.ERROR
-        count = f"{len(found)} object{'s' * (len(found) != 1)}"
-        message = f"{count} of {file or 'no file'} cannot be read; the first: {found[0]}"
+        message = f"{plural(len(found), 'object')} of {file or 'no file'} cannot be read; the first: {found[0]}"
         findings.append(Finding.of("unreadable-objects", message, file or None, severity=severity))
     return findings
 

@@ -25,7 +25,7 @@ from dcptool.pickles.standins import qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
 from dcptool.storage import Storage, join
 from dcptool.storage.window import Window
-from dcptool.words import bytes_words
+from dcptool.words import plural
 
 ANOTHER = "Only a step of the same run, saved by as many ranks with the same layout, can stand in: name another one."
 CUT = "It is cut short, or of another layout: copy it again from where it was saved, or resume from another step."
@@ -130,7 +130,7 @@ class _Walk:
         self._require_filled(self._their_nbytes, there)
         if offsets[-1] != self._nbytes:
             raise LayoutError(
-                f"{self._path} goes on with {bytes_words(self._nbytes - offsets[-1])} at byte {offsets[-1]:,}, "
+                f"{self._path} goes on with {plural(self._nbytes - offsets[-1], 'byte')} at byte {offsets[-1]:,}, "
                 f"where {self._their_path} ends after {len(names):,} items",
                 next_step=ANOTHER,
             )
@@ -197,7 +197,7 @@ class _Walk:
         nbytes = self._their_nbytes - their_start
         if last_start != their_start or self._nbytes - start != nbytes:
             raise LayoutError(
-                f"{self._path} has {bytes_words(self._nbytes - start)} from byte {start:,} on, {self._their_path} a "
+                f"{self._path} has {plural(self._nbytes - start, 'byte')} from byte {start:,} on, {self._their_path} a "
                 f"safetensors blob of {nbytes:,}",
                 next_step=CUT if self._nbytes - start < nbytes else ANOTHER,
             )

@@ -39,6 +39,7 @@ from dcptool.formats.marker import FOREIGN, NAME
 from dcptool.ops.rescue.matching import ANOTHER, Match, Proof, match_file, prove_file
 from dcptool.runs.activity import list_files, negative_sign
 from dcptool.storage import DirEntry, Location, Progress, Storage, join, locate
+from dcptool.words import cut_lines, listed
 
 MAX_LISTED = 20
 _PIECE_NBYTES = 1 << 20
@@ -278,8 +279,7 @@ def _proven(
     proofs = list(pool.map(lambda match: prove_file(storage, match, progress), matches))
     problems = [problem for proof in proofs for problem in proof.problems]
     if problems:
-        more = [f"… and {len(problems) - MAX_LISTED:,} more"] if len(problems) > MAX_LISTED else []
-        lines = [f"{storage.root} is damaged, nothing was written:", *problems[:MAX_LISTED], *more]
+        lines = [f"{storage.root} is damaged, nothing was written:", *cut_lines(problems, MAX_LISTED)]
         step = "Copy these files again from where they were saved, or resume from another step."
         raise ItemError("\n".join(lines), next_step=step)
     return proofs
@@ -340,6 +340,5 @@ def _notes(
     others = [name for name in files if name not in names and name not in markers and name != temporary]
     others = [name for name in others if not is_metadata(name)]
     if others and is_copy:
-        more = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
-        found.append(f"{others[0]}{more} beside the data files: not copied")
+        found.append(f"{listed(others, 1)} beside the data files: not copied")
     return found

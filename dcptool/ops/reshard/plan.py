@@ -21,6 +21,7 @@ from dcptool.ops.reshard.assign import assign
 from dcptool.ops.reshard.mesh import MAX_RANKS, parse_mesh, parse_placement
 from dcptool.ops.reshard.rules import LayoutRules, WantedLayout, like_ranks, mesh_hint
 from dcptool.storage import is_url, locate
+from dcptool.words import listed, plural
 
 MAX_NAMED = 3
 MIN_TIMEOUT = 2.0
@@ -235,13 +236,15 @@ def _notes(checkpoint: Checkpoint, selection: Selection, rules: LayoutRules, wan
         first, found = next(iter(rules.kept.items()))
         others = ", …" if len(rules.kept) > 1 else ""
         keep = "keeps its boxes" if len(rules.kept) == 1 else "keep their boxes"
-        notes.append(f"{_tensors(len(rules.kept))} {keep}, spread over the ranks: {first!r} ({found}){others}")
+        notes.append(f"{plural(len(rules.kept), 'tensor')} {keep}, spread over the ranks: {first!r} ({found}){others}")
         hint, fitting = mesh_hint(rules.kept, wanted.n_ranks)
         if hint:
-            notes.append(f"{hint} would cut {_tensors(len(fitting))} as {wanted.n_ranks} ranks do: {_named(fitting)}")
+            notes.append(
+                f"{hint} would cut {plural(len(fitting), 'tensor')} as {wanted.n_ranks} ranks do: {_named(fitting)}"
+            )
     if rules.unplaced:
         notes.append(
-            f"{_tensors(len(rules.unplaced))} match no --placement and are sharded by their stored boxes: "
+            f"{plural(len(rules.unplaced), 'tensor')} match no --placement and are sharded by their stored boxes: "
             f"{_named(rules.unplaced)}"
         )
     if wanted.like is not None:
@@ -266,14 +269,10 @@ def _per_rank_notes(checkpoint: Checkpoint, selection: Selection, n_ranks: int) 
             named = f"rank {missed[0]}" if len(missed) == 1 else f"ranks {missed[0]}–{missed[-1]} ({len(missed):,})"
             told += f"; a resume on {n_ranks} ranks finds none for {named}"
         if spare:
-            told += f"; that of {spare:,} rank{'s' * (spare > 1)} belongs to no rank any more"
+            told += f"; that of {plural(spare, 'rank')} belongs to no rank any more"
         notes.append(told)
     return notes
 
 
-def _tensors(count: int) -> str:
-    return f"{count:,} tensor{'s' * (count != 1)}"
-
-
 def _named(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:MAX_NAMED])) + (", …" if len(names) > MAX_NAMED else "")
+    return listed(list(map(repr, names)), MAX_NAMED, counted=False)

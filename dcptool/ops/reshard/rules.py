@@ -19,6 +19,7 @@ from dcptool.checkpoint.selection import SelectedObject, SelectedTensor, Selecti
 from dcptool.errors import LayoutError
 from dcptool.ops.reshard.assign import Held, Holding
 from dcptool.ops.reshard.mesh import Mesh, MeshCut, Placement, boxes_of, mislabelled
+from dcptool.words import cut_lines
 
 MAX_LISTED = 10
 
@@ -207,9 +208,8 @@ def _require_alike(items: Sequence[SelectedTensor | SelectedObject], like: Check
         elif isinstance(item, SelectedTensor) and isinstance(other, TensorEntry) and item.entry.shape != other.shape:
             different.append(f"{item.name!r} has shape {list(item.entry.shape)}, there {list(other.shape)}")
     if different:
-        more = f"\n… and {len(different) - MAX_LISTED:,} more" if len(different) > MAX_LISTED else ""
-        listed = "\n".join(different[:MAX_LISTED])
-        raise LayoutError(f"--like {like.path} is of another model:\n{listed}{more}")
+        lines = "\n".join(cut_lines(different, MAX_LISTED))
+        raise LayoutError(f"--like {like.path} is of another model:\n{lines}")
 
 
 def _as_in(like: Checkpoint, item: SelectedTensor | SelectedObject) -> Held:
