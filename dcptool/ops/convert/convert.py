@@ -15,7 +15,7 @@ from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.checks.check import Level, check
 from dcptool.copying.engine import copy, default_threads, memory_nbytes
-from dcptool.copying.outputs import Wanted
+from dcptool.copying.outputs import LaidOut, OutputFile, Wanted
 from dcptool.copying.publishing import prepare, require_place
 from dcptool.errors import ItemError, UnsupportedError
 from dcptool.formats.detect import found_below, open_checkpoint
@@ -130,7 +130,39 @@ def convert(
         >>> dcptool.convert("ckpt/step_500", "model.safetensors", "safetensors", ConvertOptions(keys=("model.*",)))
     """
     began = time.perf_counter()
-    path = os.fspath(target)
+    plan = _plan(source, os.fspath(target), to, options)
+    unproven: Collection[str] = ()
+    if dry_run:
+        require_place(plan.path, plan.output.is_file, plan.nbytes, options.overwrite, plan.sources)
+    else:
+        unproven = _write(plan, options, progress)
+    found = found_below(source, plan.checkpoint)
+    return _told(plan, options, (*found, *_notes(plan, options, unproven)), time.perf_counter() - began, not dry_run)
+
+
+class _Plan(NamedTuple):
+    """What is to be written from what: the paths that are read, what of the source, and what was left out as damaged."""
+
+    checkpoint: Checkpoint
+    sources: tuple[str, ...]
+    path: str
+    selection: Selection
+    corrupt: tuple[Finding, ...]
+    output: LaidOut
+
+    @property
+    def files(self) -> tuple[OutputFile, ...]:
+        """All files of the output."""
+        return (*self.output.files, *self.output.last)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+
+def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOptions) -> _Plan:
+    """Open the source, see that it is sound and that output can go where it shall, and lay that out."""
     checkpoint = open_checkpoint(source, options.also)
     sources = (checkpoint.path, *options.also)
     require_place(path, is_one_file(to, path), 0, options.overwrite, sources)  # before all is checked, which takes time
@@ -141,58 +173,58 @@ def convert(
         causes = [finding for finding in corrupt if finding.kind != "lost-entry"] or corrupt
         raise ItemError(damaged(checkpoint, causes, "Nothing undamaged is left to convert."))
     selection = select(checkpoint, options.keys, options.exclude, options.renaming, bad)
-    require_sound(
-        checkpoint,
-        selection,
-        options.keys,
-        options.exclude,
-        skip_corrupt=options.skip_corrupt,
-        hint="" if options.skip_corrupt else LEAVES_OUT,
-    )
-    layout = lay_out(
-        checkpoint, selection, to, Wanted(path, options.objects, options.nesting, options.max_shard_nbytes)
-    )
-    every = (*layout.files, *layout.last)
-    nbytes = sum(file.nbytes for file in every)
+    skip, hint = options.skip_corrupt, "" if options.skip_corrupt else LEAVES_OUT
+    require_sound(checkpoint, selection, options.keys, options.exclude, skip_corrupt=skip, hint=hint)
+    wanted = Wanted(path, options.objects, options.nesting, options.max_shard_nbytes)
+    output = lay_out(checkpoint, selection, to, wanted)
+    return _Plan(checkpoint, sources, path, selection, tuple(corrupt), output)
+
+
+def _write(plan: _Plan, options: ConvertOptions, progress: Progress | None) -> Collection[str]:
+    """Copy, look at the result, and give it its name; return the fqns of tensors that are stored without checksums."""
+    checkpoint, output = plan.checkpoint, plan.output
     threads = options.threads or default_threads()
-    unproven: Collection[str] = ()
-    if dry_run:
-        require_place(path, layout.is_file, nbytes, options.overwrite, sources)
-    else:
-        with prepare(path, layout.is_file, nbytes, options.overwrite, checkpoint.path) as place:
-            groups = [[file] for file in place.named(layout.files)]
-            report = copy(checkpoint, groups, place.storage, threads, progress)
-            if report.failures:
-                raise ItemError(damaged(checkpoint, report.failures, LEAVES_OUT))
-            unproven = report.unproven
-            for file in layout.last:
-                copy(checkpoint, [place.named([file])], place.storage, 1, progress)
-            layout.validate(place.written)
-            require_same(place, layout.files, selection)
-            if options.check:
-                require_equal(checkpoint, open_checkpoint(place.written), selection, threads)
-            place.publish(options.overwrite)
+    with prepare(plan.path, output.is_file, plan.nbytes, options.overwrite, checkpoint.path) as place:
+        report = copy(checkpoint, [[file] for file in place.named(output.files)], place.storage, threads, progress)
+        if report.failures:
+            raise ItemError(damaged(checkpoint, report.failures, LEAVES_OUT))
+        for file in output.last:
+            copy(checkpoint, [place.named([file])], place.storage, 1, progress)
+        output.validate(place.written)
+        require_same(place, output.files, plan.selection)
+        if options.check:
+            require_equal(checkpoint, open_checkpoint(place.written), plan.selection, threads)
+        place.publish(options.overwrite)
+    return report.unproven
+
+
+def _told(plan: _Plan, options: ConvertOptions, notes: tuple[str, ...], seconds: float, published: bool) -> Conversion:
+    """Return what was written, or would be."""
+    tensors = plan.selection.tensors
     return Conversion(
-        path,
-        tuple((file.name, file.nbytes) for file in every),
-        len(selection.tensors),
-        layout.n_objects,
-        sum(tensor.entry.nbytes for tensor in selection.tensors),
-        sum(tensor.nbytes for tensor in selection.tensors),
-        time.perf_counter() - began,
-        layout.skipped,
-        tuple(corrupt),
-        selection.n_cast,
-        memory_nbytes(len(layout.files), threads),
-        (
-            *found_below(source, checkpoint),
-            *_unchecked_notes(selection, options),
-            *selection.notes,
-            *layout.notes,
-            *source_notes(checkpoint, selection, unproven),
-            *leftover_notes(path),
-        ),
-        not dry_run,
+        plan.path,
+        tuple((file.name, file.nbytes) for file in plan.files),
+        len(tensors),
+        plan.output.n_objects,
+        sum(tensor.entry.nbytes for tensor in tensors),
+        sum(tensor.nbytes for tensor in tensors),
+        seconds,
+        plan.output.skipped,
+        plan.corrupt,
+        plan.selection.n_cast,
+        memory_nbytes(len(plan.output.files), options.threads or default_threads()),
+        notes,
+        published,
+    )
+
+
+def _notes(plan: _Plan, options: ConvertOptions, unproven: Collection[str]) -> tuple[str, ...]:
+    return (
+        *_unchecked_notes(plan.selection, options),
+        *plan.selection.notes,
+        *plan.output.notes,
+        *source_notes(plan.checkpoint, plan.selection, unproven),
+        *leftover_notes(plan.path),
     )
 
 
