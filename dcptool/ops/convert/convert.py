@@ -141,7 +141,7 @@ def convert(
 
 
 class _Plan(NamedTuple):
-    """What is to be written from what: the paths that are read, what of the source, and what was left out as damaged."""
+    """What is to be written from what: the paths that are read, what of the source, what was left out as damaged."""
 
     checkpoint: Checkpoint
     sources: tuple[str, ...]
