@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcptool.checkpoint.entries import Entry, Source, TensorEntry, require_box
@@ -50,21 +51,21 @@ class ChunkIndex:
 
 
 class BoxReader:
-    """Reads boxes of one tensor, from several threads; what a chunk holds is found out once.
+    """Copies boxes out of the chunks of one tensor, from several threads; what a chunk holds is found out once.
 
     Args:
         source: of the checkpoint.
-        chunks: of the tensor.
+        entry: the tensor.
+        find: finds what a chunk holds and checks it; default: `payload_of`, whose errors name neither file nor tensor.
     """
 
-    def __init__(self, source: Source, chunks: ChunkIndex) -> None:
-        self.entry, self._source, self._chunks = chunks.entry, source, chunks
+    def __init__(
+        self, source: Source, entry: TensorEntry, find: Callable[[TensorEntry, Chunk], Payload] | None = None
+    ) -> None:
+        self.entry, self._source = entry, source
+        self._find = find or partial(payload_of, source)
         self._payloads: dict[int, Payload] = {}
         self._lock = threading.Lock()
-
-    def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the index of each chunk that shares elements with a box, in order, and what they share."""
-        return self._chunks.touching(box)
 
     def payload(self, index: int) -> Payload:
         """Return what a chunk holds, which is the box that the metadata says.
@@ -76,7 +77,7 @@ class BoxReader:
         with self._lock:
             found = self._payloads.get(index)
         if found is None:
-            found = payload_of(self._source, self.entry, self.entry.chunks[index])
+            found = self._find(self.entry, self.entry.chunks[index])
             with self._lock:
                 found = self._payloads.setdefault(index, found)
         return found

@@ -21,7 +21,7 @@ from dcptool.checkpoint.extents import Ints
 from dcptool.checkpoint.findings import Finding, Severity
 from dcptool.checkpoint.regions import cut_box, volume
 from dcptool.checkpoint.selection import globs, select
-from dcptool.copying.engine import damaged_item
+from dcptool.copying.checking import damaged_item
 from dcptool.copying.outputs import Fill
 from dcptool.copying.reading import BAND_NBYTES, Band, TensorReader, Where
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
@@ -197,7 +197,7 @@ class _Run:
             with self._lock:
                 read.band.reader.read(read.band, out)
         except DcptoolError as error:
-            read.state.fail(str(error), read.band.where, isinstance(error, UnsupportedError))
+            read.state.fail(str(error), read.band.reader.where, isinstance(error, UnsupportedError))
             return Moments()
         import numpy as np
 
@@ -253,7 +253,7 @@ class _State:
             raise LayoutError(f"two chunks hold the elements at {list(found.overlaps[0].offsets)}")
         boxes = entry.chunks.boxes()
         reader = TensorReader(
-            checkpoint,
+            checkpoint.source,
             [Fill(entry.fqn, (0,) * len(entry.shape), entry.shape, entry.dtype, entry.nbytes)],
             ChunkIndex(entry),
             self.fail,

@@ -16,7 +16,8 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import Box
 from dcptool.checkpoint.selection import select
-from dcptool.copying.engine import CopyReport, copy, memory_nbytes, settle
+from dcptool.copying.checking import settle
+from dcptool.copying.engine import CopyReport, copy, memory_nbytes
 from dcptool.copying.outputs import OutputFile
 from dcptool.copying.publishing import Target, prepare, require_place
 from dcptool.errors import DcptoolError, ItemError, WorkerError
