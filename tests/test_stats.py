@@ -13,9 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dcptool
+from dcptool.checkpoint import numbers
 from dcptool.checkpoint.findings import Severity
 from dcptool.copying import reading
-from dcptool.ops.inspect import moments, stats
+from dcptool.ops.inspect import stats
 from dcptool.ops.inspect.moments import Moments, measure
 from tests import damage
 from tests.conftest import FOREIGN, WHOLE, part, run
@@ -157,7 +158,7 @@ def test_a_large_mean_does_not_eat_the_spread(tmp_path):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_tensors_larger_than_a_band_in_any_cut(tmp_path, monkeypatch, dim, threads):
     monkeypatch.setattr(stats, "BAND_NBYTES", 264)
-    monkeypatch.setattr(moments, "SLICE", 10)
+    monkeypatch.setattr(numbers, "SLICE", 10)
     whole = torch.randn(37, 29, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     whole[3, 4], whole[30, 2] = math.nan, -math.inf
     states = [{"w": ranks.Shard.of(whole, rank, 3, dim), "t": whole.t()} for rank in range(3)]

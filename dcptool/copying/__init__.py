@@ -33,12 +33,12 @@ come to a tensor together share one reading of it:
                              ▼
               CopyReport.failures: with any of them the output is removed, not published
 
-`copy` (engine) is called by ops/convert, and by each member of ops/reshard for its share of the files, with `shared`: who
-gathers all reports calls `settle`. ops/inspect/stats reads bands with a TensorReader of its own and writes nothing.
+`copy` (engine) is called by ops/convert, and by each member of ops/reshard for its share of the files, with `shared`:
+who gathers all reports calls `settle`. ops/inspect/stats reads bands with a TensorReader of its own and writes nothing.
 
-Memory is bounded in one place, the engine: W writers hold A moves ahead and the one they make, T threads an array before
-its cast: at most W · (A + 1) + T bands. No move is taken from a schedule before there is room for it, so that parts, too,
-are made only as they come up.
+Memory is bounded in one place, the engine: W writers hold A moves ahead and the one they make, T threads an array of
+stored values before a cast: at most W · (A + 1) + T bands. No move is taken from a schedule before there is room for
+it, so that parts, too, are made only as they come up.
 
 outputs     what a file is to be made of, as values
 reading     a tensor, or a carried record, in bands
@@ -46,5 +46,6 @@ writing     a file that grows, part by part, with the CRC32 of each
 schedule    in which order files are made of their parts
 checking    what is found out about the source's records on the way
 engine      threads that read ahead, one writer per group of files
+pool        a function called on threads, a few calls ahead of who takes the results in order
 publishing  a place under a temporary name, until the output is complete
 """

@@ -23,10 +23,10 @@ from dcptool.checkpoint.regions import cut_box, volume
 from dcptool.checkpoint.selection import globs, select
 from dcptool.copying.checking import damaged_item
 from dcptool.copying.outputs import Fill
+from dcptool.copying.pool import Pool
 from dcptool.copying.reading import BAND_NBYTES, Band, TensorReader, Where
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
 from dcptool.formats.detect import open_checkpoint
-from dcptool.ops.diff.pool import Pool
 from dcptool.ops.inspect.moments import Moments, measure
 from dcptool.storage import Progress
 
