@@ -18,6 +18,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.cover import cover
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Ints
+from dcptool.checkpoint.fill import RecordCheck
 from dcptool.checkpoint.findings import Finding, Severity
 from dcptool.checkpoint.regions import cut_box, volume
 from dcptool.checkpoint.selection import globs, select
@@ -141,33 +142,37 @@ def stats_of(
     progress: Progress | None = None,
 ) -> StatsReport:
     """Compute statistics of tensors of an open checkpoint; see `tensor_stats`."""
-    run = _Run(checkpoint)
+    reading = _CheckpointReading(checkpoint)
     tensors: list[TensorStats] = []
     findings: list[Finding] = []
     nbytes = 0
     with Pool(threads) as pool:
-        for read, moments in pool.run(run.measure, run.reads(entries)):
-            if read.band is not None:
-                read.state.add(moments)
-                nbytes += read.band.nbytes
-                if progress:
-                    progress(read.band.nbytes)
+        for (measurement, band), moments in pool.run(reading.measure, reading.bands(entries)):
+            if band is None:
+                found, told = measurement.finish(reading)
+                tensors.append(found)
+                findings += told
                 continue
-            found, told = read.state.finish(run)
-            tensors.append(found)
-            findings += told
-    return StatsReport(checkpoint.path, tuple(tensors), (*findings, *_pointed_out(tensors)), nbytes, run.n_unproven)
+            measurement.add(moments)
+            nbytes += band.nbytes
+            if progress:
+                progress(band.nbytes)
+    return StatsReport(checkpoint.path, tuple(tensors), (*findings, *_pointed_out(tensors)), nbytes, reading.n_unproven)
 
 
-class _Read(NamedTuple):
+class _BandOfTensor(NamedTuple):
     """What is read at once: a band of one tensor; None marks the tensor's end."""
 
-    state: _State
+    measurement: _Measurement
     band: Band | None
 
 
-class _Run:
-    """What is shared by the tensors of one checkpoint while they are read."""
+class _CheckpointReading:
+    """What is shared by the tensors of one checkpoint while they are read.
+
+    Attributes:
+        n_unproven: tensors so far with values that are stored without a checksum.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -177,50 +182,61 @@ class _Run:
         # What decompresses an item keeps the result, and is made for one thread.
         self._lock = threading.Lock() if any(checkpoint.table.transforms) else nullcontext()
 
-    def reads(self, entries: Sequence[TensorEntry]) -> Iterator[_Read]:
+    def bands(self, entries: Sequence[TensorEntry]) -> Iterator[_BandOfTensor]:
+        """Yield the bands of all tensors, each tensor's end after them."""
         for entry in entries:
-            state = _State(entry)
+            measurement = _Measurement(entry)
             try:
-                yield from (_Read(state, band) for band in state.bands(self.checkpoint))
+                yield from (_BandOfTensor(measurement, band) for band in measurement.bands(self.checkpoint))
             except DcptoolError as error:
-                state.fail(str(error), (entry.fqn, None, None), isinstance(error, UnsupportedError))
-            yield _Read(state, None)
+                measurement.fail(str(error), (entry.fqn, None, None), isinstance(error, UnsupportedError))
+            yield _BandOfTensor(measurement, None)
 
-    def measure(self, read: _Read) -> Moments:
-        if read.band is None or read.state.failures:
+    def measure(self, wanted: _BandOfTensor) -> Moments:
+        """Read a band and measure its values; nothing is measured of a tensor that cannot be read."""
+        measurement, band = wanted
+        if band is None or measurement.failures:
             return Moments()
-        buffer: memoryview | None = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = memoryview(bytearray(BAND_NBYTES))
-        out = buffer[: read.band.nbytes]
+        out = self._buffer()[: band.nbytes]
         try:
             with self._lock:
-                read.band.reader.read(read.band, out)
+                band.reader.read(band, out)
         except DcptoolError as error:
-            read.state.fail(str(error), read.band.reader.where, isinstance(error, UnsupportedError))
+            measurement.fail(str(error), band.reader.where, isinstance(error, UnsupportedError))
             return Moments()
         import numpy as np
 
-        dtype = read.state.entry.dtype
+        dtype = measurement.entry.dtype
         return measure(np.frombuffer(out, np.uint8).view(dtypes.numpy_dtype(dtype)), dtype)
 
     def damage(self, reader: TensorReader) -> Iterator[tuple[str, Where]]:
         """Yield what is wrong with the records that were read; what was read in part, others have read or will be."""
         for index, check in reader.checks():
-            record = check.record
-            key = record.item.file, record.item.byte_offset, record.byte_offset
-            if check.is_whole():
-                self._problems[key] = check.problem()
-            elif key not in self._problems:
-                try:
-                    self._problems[key] = check_whole(self.checkpoint.source, record)
-                except DcptoolError as error:
-                    self._problems[key] = str(error)
-            if self._problems[key]:
-                yield self._problems[key], (reader.entry.fqn, reader.entry.chunks[index], record)
+            problem = self._problem(check)
+            if problem:
+                yield problem, (reader.entry.fqn, reader.entry.chunks[index], check.record)
+
+    def _problem(self, check: RecordCheck) -> str:
+        record = check.record
+        key = record.item.file, record.item.byte_offset, record.byte_offset
+        if check.is_whole():
+            self._problems[key] = check.problem()
+        elif key not in self._problems:
+            try:
+                self._problems[key] = check_whole(self.checkpoint.source, record)
+            except DcptoolError as error:
+                self._problems[key] = str(error)
+        return self._problems[key]
+
+    def _buffer(self) -> memoryview:
+        """Return this thread's buffer for a band."""
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = memoryview(bytearray(BAND_NBYTES))
+        return buffer
 
 
-class _State:
+class _Measurement:
     """How far one tensor is."""
 
     def __init__(self, entry: TensorEntry) -> None:
@@ -230,9 +246,11 @@ class _State:
         self._moments = Moments()
 
     def fail(self, message: str, where: Where, unsupported: bool = False) -> None:
+        """Note what of the tensor cannot be read."""
         self.failures.append((message, where, unsupported))
 
     def add(self, moments: Moments) -> None:
+        """Add those of one band."""
         self._moments = self._moments.plus(moments)
 
     def bands(self, checkpoint: Checkpoint) -> Iterator[Band]:
@@ -246,49 +264,58 @@ class _State:
         itemsize = dtypes.numpy_dtype(entry.dtype).itemsize
         if not volume(entry.shape):
             return
-        found = cover(entry.shape, entry.chunks, max_found=1)
-        if found.gaps:
-            raise LayoutError(f"no chunk holds the {list(found.gaps[0][1])} elements at {list(found.gaps[0][0])}")
-        if found.overlaps:
-            raise LayoutError(f"two chunks hold the elements at {list(found.overlaps[0].offsets)}")
-        boxes = entry.chunks.boxes()
-        reader = TensorReader(
-            checkpoint.source,
-            [Fill(entry.fqn, (0,) * len(entry.shape), entry.shape, entry.dtype, entry.nbytes)],
-            ChunkIndex(entry),
-            self.fail,
-        )
-        self._reader = reader
-        for offsets, sizes in boxes:
-            for box in cut_box((offsets, sizes), BAND_NBYTES // itemsize) if volume(sizes) else ():
+        _require_exact_cover(entry)
+        whole = Fill(entry.fqn, (0,) * len(entry.shape), entry.shape, entry.dtype, entry.nbytes)
+        reader = self._reader = TensorReader(checkpoint.source, [whole], ChunkIndex(entry), self.fail)
+        for chunk in entry.chunks.boxes():
+            for box in cut_box(chunk, BAND_NBYTES // itemsize) if volume(chunk[1]) else ():
                 yield Band(reader, box, volume(box[1]) * itemsize, ())
 
-    def finish(self, run: _Run) -> tuple[TensorStats, list[Finding]]:
+    def finish(self, reading: _CheckpointReading) -> tuple[TensorStats, list[Finding]]:
         """Return the statistics once all bands are there, and findings on what is damaged."""
-        entry, moments = self.entry, self._moments
+        entry = self.entry
+        self._check_records(reading)
+        head = TensorStats(entry.fqn, entry.dtype, entry.shape, _measured(entry.dtype))
+        if not self.failures:
+            return _with_moments(head, self._moments), []
+        message, where, unsupported = self.failures[0]
+        finding = _finding(reading.checkpoint, message, where, unsupported, len(self.failures) - 1)
+        return head._replace(problem=message), [finding]
+
+    def _check_records(self, reading: _CheckpointReading) -> None:
         if self._reader and not self.failures:
-            for message, where in run.damage(self._reader):
+            for message, where in reading.damage(self._reader):
                 self.fail(message, where)
             records = [check.record for _, check in self._reader.checks()]
-            run.n_unproven += any(record.crc32 is None and record.nbytes for record in records)
+            reading.n_unproven += any(record.crc32 is None and record.nbytes for record in records)
         self._reader = None
-        head = TensorStats(entry.fqn, entry.dtype, entry.shape, _measured(entry.dtype))
-        if self.failures:
-            message, where, unsupported = self.failures[0]
-            finding = _finding(run.checkpoint, message, where, unsupported, len(self.failures) - 1)
-            return head._replace(problem=message), [finding]
-        stats = head._replace(
-            n_values=moments.n_finite + moments.n_nan + moments.n_inf,
-            n_nan=moments.n_nan,
-            n_inf=moments.n_inf,
-            n_zero=moments.n_zero,
-            min=moments.low,
-            max=moments.high,
-            mean=moments.average,
-            std=moments.deviation,
-            norm=moments.norm,
-        )
-        return stats, []
+
+
+def _require_exact_cover(entry: TensorEntry) -> None:
+    """Check that each element of a tensor is in one chunk.
+
+    Raises:
+        LayoutError: it is in none, or in several.
+    """
+    found = cover(entry.shape, entry.chunks, max_found=1)
+    if found.gaps:
+        raise LayoutError(f"no chunk holds the {list(found.gaps[0][1])} elements at {list(found.gaps[0][0])}")
+    if found.overlaps:
+        raise LayoutError(f"two chunks hold the elements at {list(found.overlaps[0].offsets)}")
+
+
+def _with_moments(stats: TensorStats, moments: Moments) -> TensorStats:
+    return stats._replace(
+        n_values=moments.n_finite + moments.n_nan + moments.n_inf,
+        n_nan=moments.n_nan,
+        n_inf=moments.n_inf,
+        n_zero=moments.n_zero,
+        min=moments.low,
+        max=moments.high,
+        mean=moments.average,
+        std=moments.deviation,
+        norm=moments.norm,
+    )
 
 
 def _measured(dtype: str) -> str:
