@@ -7,28 +7,20 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from dcptool.checkpoint import dtypes
-from dcptool.checkpoint.boxes import ChunkIndex, check_whole
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.cover import cover
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Ints
-from dcptool.checkpoint.fill import RecordCheck
 from dcptool.checkpoint.findings import Finding, Severity
-from dcptool.checkpoint.regions import cut_box, volume
 from dcptool.checkpoint.selection import globs, select
 from dcptool.copying.checking import damaged_item
-from dcptool.copying.outputs import Fill
 from dcptool.copying.pool import Pool
-from dcptool.copying.reading import BAND_NBYTES, Band, TensorReader, Where
-from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
+from dcptool.copying.reading import Where
 from dcptool.formats.detect import open_checkpoint
-from dcptool.ops.inspect.moments import Moments, measure
+from dcptool.ops.inspect.measuring import CheckpointReading, Measurement
+from dcptool.ops.inspect.moments import Moments
 from dcptool.storage import Progress
 
 VALUES, MAGNITUDES, UNPACKED = "values", "magnitudes", "unpacked"
@@ -142,14 +134,15 @@ def stats_of(
     progress: Progress | None = None,
 ) -> StatsReport:
     """Compute statistics of tensors of an open checkpoint; see `tensor_stats`."""
-    reading = _CheckpointReading(checkpoint)
+    reading = CheckpointReading(checkpoint)
     tensors: list[TensorStats] = []
     findings: list[Finding] = []
     nbytes = 0
     with Pool(threads) as pool:
         for (measurement, band), moments in pool.run(reading.measure, reading.bands(entries)):
             if band is None:
-                found, told = measurement.finish(reading)
+                measurement.finish(reading)
+                found, told = _told(checkpoint, measurement)
                 tensors.append(found)
                 findings += told
                 continue
@@ -160,148 +153,14 @@ def stats_of(
     return StatsReport(checkpoint.path, tuple(tensors), (*findings, *_pointed_out(tensors)), nbytes, reading.n_unproven)
 
 
-class _BandOfTensor(NamedTuple):
-    """What is read at once: a band of one tensor; None marks the tensor's end."""
-
-    measurement: _Measurement
-    band: Band | None
-
-
-class _CheckpointReading:
-    """What is shared by the tensors of one checkpoint while they are read.
-
-    Attributes:
-        n_unproven: tensors so far with values that are stored without a checksum.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self._local = threading.local()
-        self._problems: dict[tuple[str, int, int], str] = {}
-        self.n_unproven = 0
-        # What decompresses an item keeps the result, and is made for one thread.
-        self._lock = threading.Lock() if any(checkpoint.table.transforms) else nullcontext()
-
-    def bands(self, entries: Sequence[TensorEntry]) -> Iterator[_BandOfTensor]:
-        """Yield the bands of all tensors, each tensor's end after them."""
-        for entry in entries:
-            measurement = _Measurement(entry)
-            try:
-                yield from (_BandOfTensor(measurement, band) for band in measurement.bands(self.checkpoint))
-            except DcptoolError as error:
-                measurement.fail(str(error), (entry.fqn, None, None), isinstance(error, UnsupportedError))
-            yield _BandOfTensor(measurement, None)
-
-    def measure(self, wanted: _BandOfTensor) -> Moments:
-        """Read a band and measure its values; nothing is measured of a tensor that cannot be read."""
-        measurement, band = wanted
-        if band is None or measurement.failures:
-            return Moments()
-        out = self._buffer()[: band.nbytes]
-        try:
-            with self._lock:
-                band.reader.read(band, out)
-        except DcptoolError as error:
-            measurement.fail(str(error), band.reader.where, isinstance(error, UnsupportedError))
-            return Moments()
-        import numpy as np
-
-        dtype = measurement.entry.dtype
-        return measure(np.frombuffer(out, np.uint8).view(dtypes.numpy_dtype(dtype)), dtype)
-
-    def damage(self, reader: TensorReader) -> Iterator[tuple[str, Where]]:
-        """Yield what is wrong with the records that were read; what was read in part, others have read or will be."""
-        for index, check in reader.checks():
-            problem = self._problem(check)
-            if problem:
-                yield problem, (reader.entry.fqn, reader.entry.chunks[index], check.record)
-
-    def _problem(self, check: RecordCheck) -> str:
-        record = check.record
-        key = record.item.file, record.item.byte_offset, record.byte_offset
-        if check.is_whole():
-            self._problems[key] = check.problem()
-        elif key not in self._problems:
-            try:
-                self._problems[key] = check_whole(self.checkpoint.source, record)
-            except DcptoolError as error:
-                self._problems[key] = str(error)
-        return self._problems[key]
-
-    def _buffer(self) -> memoryview:
-        """Return this thread's buffer for a band."""
-        buffer: memoryview | None = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = memoryview(bytearray(BAND_NBYTES))
-        return buffer
-
-
-class _Measurement:
-    """How far one tensor is."""
-
-    def __init__(self, entry: TensorEntry) -> None:
-        self.entry = entry
-        self.failures: list[tuple[str, Where, bool]] = []
-        self._reader: TensorReader | None = None
-        self._moments = Moments()
-
-    def fail(self, message: str, where: Where, unsupported: bool = False) -> None:
-        """Note what of the tensor cannot be read."""
-        self.failures.append((message, where, unsupported))
-
-    def add(self, moments: Moments) -> None:
-        """Add those of one band."""
-        self._moments = self._moments.plus(moments)
-
-    def bands(self, checkpoint: Checkpoint) -> Iterator[Band]:
-        """Yield bands that together hold each element once, chunk by chunk, which is the order of the files.
-
-        Raises:
-            UnsupportedError: there are no numbers of this dtype.
-            LayoutError: elements are in no chunk, or in several.
-        """
-        entry = self.entry
-        itemsize = dtypes.numpy_dtype(entry.dtype).itemsize
-        if not volume(entry.shape):
-            return
-        _require_exact_cover(entry)
-        whole = Fill(entry.fqn, (0,) * len(entry.shape), entry.shape, entry.dtype, entry.nbytes)
-        reader = self._reader = TensorReader(checkpoint.source, [whole], ChunkIndex(entry), self.fail)
-        for chunk in entry.chunks.boxes():
-            for box in cut_box(chunk, BAND_NBYTES // itemsize) if volume(chunk[1]) else ():
-                yield Band(reader, box, volume(box[1]) * itemsize, ())
-
-    def finish(self, reading: _CheckpointReading) -> tuple[TensorStats, list[Finding]]:
-        """Return the statistics once all bands are there, and findings on what is damaged."""
-        entry = self.entry
-        self._check_records(reading)
-        head = TensorStats(entry.fqn, entry.dtype, entry.shape, _measured(entry.dtype))
-        if not self.failures:
-            return _with_moments(head, self._moments), []
-        message, where, unsupported = self.failures[0]
-        finding = _finding(reading.checkpoint, message, where, unsupported, len(self.failures) - 1)
-        return head._replace(problem=message), [finding]
-
-    def _check_records(self, reading: _CheckpointReading) -> None:
-        if self._reader and not self.failures:
-            for message, where in reading.damage(self._reader):
-                self.fail(message, where)
-            records = [check.record for _, check in self._reader.checks()]
-            reading.n_unproven += any(record.crc32 is None and record.nbytes for record in records)
-        self._reader = None
-
-
-def _require_exact_cover(entry: TensorEntry) -> None:
-    """Check that each element of a tensor is in one chunk.
-
-    Raises:
-        LayoutError: it is in none, or in several.
-    """
-    found = cover(entry.shape, entry.chunks, max_found=1)
-    if found.gaps:
-        raise LayoutError(f"no chunk holds the {list(found.gaps[0][1])} elements at {list(found.gaps[0][0])}")
-    if found.overlaps:
-        raise LayoutError(f"two chunks hold the elements at {list(found.overlaps[0].offsets)}")
+def _told(checkpoint: Checkpoint, measurement: Measurement) -> tuple[TensorStats, list[Finding]]:
+    """Return the statistics of a tensor that was read, or what of it is damaged."""
+    entry, failures = measurement.entry, measurement.failures
+    stats = TensorStats(entry.fqn, entry.dtype, entry.shape, _measured(entry.dtype))
+    if not failures:
+        return _with_moments(stats, measurement.moments), []
+    message, where, unsupported = failures[0]
+    return stats._replace(problem=message), [_finding(checkpoint, message, where, unsupported, len(failures) - 1)]
 
 
 def _with_moments(stats: TensorStats, moments: Moments) -> TensorStats:
