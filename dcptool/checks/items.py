@@ -22,7 +22,7 @@ from dcptool.storage.window import Window
 
 HEADERS_NBYTES = 64 << 10
 """Where only headers are wanted, items up to this length are read together."""
-JOB_NBYTES = 64 << 20
+RANGE_NBYTES = 64 << 20
 """A thread takes so many bytes of a file at a time."""
 UNSUPPORTED = "unsupported-item"
 """The kind of findings on items that cannot be looked into here: nothing is known of them."""
@@ -46,7 +46,7 @@ class Tally(NamedTuple):
         return Tally(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-class Job(NamedTuple):
+class ItemRange(NamedTuple):
     """Items of one file, by index from `first` up to, but not including, `last`; byte `nbytes` is the file's end."""
 
     file: str
@@ -72,15 +72,15 @@ def item_problems(
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    jobs = list(_jobs(checkpoint, by_file))
+    ranges = list(_ranges(checkpoint, by_file))
     stop = Event()
 
-    def run(job: Job) -> tuple[list[Finding], Tally]:
-        return _Scan(checkpoint, by_file, deep, progress, stop).run(job)
+    def run(items: ItemRange) -> tuple[list[Finding], Tally]:
+        return _Scan(checkpoint, by_file, deep, progress, stop).run(items)
 
     with ThreadPoolExecutor(threads) as pool:
         try:
-            done = list(pool.map(run, jobs))
+            done = list(pool.map(run, ranges))
         except BaseException:  # Ctrl-C: what runs ends at its next piece, what waits does not begin
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -89,13 +89,13 @@ def item_problems(
     tally = Tally()
     told: dict[str, int] = {}
     untold: dict[tuple[str, bool], int] = {}
-    for job, (found, looked) in zip(jobs, done, strict=True):
+    for items, (found, looked) in zip(ranges, done, strict=True):
         tally = tally.plus(looked)
-        room = MAX_PER_FILE - told.get(job.file, 0)
+        room = MAX_PER_FILE - told.get(items.file, 0)
         problems += found[: max(room, 0)]
-        told[job.file] = told.get(job.file, 0) + len(found)
+        told[items.file] = told.get(items.file, 0) + len(found)
         for finding in found[max(room, 0) :]:
-            key = job.file, finding.kind == UNSUPPORTED
+            key = items.file, finding.kind == UNSUPPORTED
             untold[key] = untold.get(key, 0) + 1
     for (file, unsupported), count in untold.items():
         what = "cannot be looked into" if unsupported else "are damaged"
@@ -104,7 +104,7 @@ def item_problems(
     return problems, tally
 
 
-def _jobs(checkpoint: Checkpoint, by_file: FileItems) -> Iterator[Job]:
+def _ranges(checkpoint: Checkpoint, by_file: FileItems) -> Iterator[ItemRange]:
     for file in sorted(by_file.files):
         nbytes = checkpoint.files.get(file)
         if nbytes is None:
@@ -114,14 +114,14 @@ def _jobs(checkpoint: Checkpoint, by_file: FileItems) -> Iterator[Job]:
         starts, _ = by_file.spans(file)
         first = 0
         for index, start in enumerate(starts):
-            if start - starts[first] >= JOB_NBYTES:
-                yield Job(file, nbytes, first, index)
+            if start - starts[first] >= RANGE_NBYTES:
+                yield ItemRange(file, nbytes, first, index)
                 first = index
-        yield Job(file, nbytes, first, len(starts))
+        yield ItemRange(file, nbytes, first, len(starts))
 
 
 class _Scan:
-    """One thread's way through one job."""
+    """One thread's way through one range of items."""
 
     def __init__(
         self, checkpoint: Checkpoint, by_file: FileItems, deep: bool, progress: Progress | None, stop: Event
@@ -138,9 +138,9 @@ class _Scan:
         self.problems: list[Finding] = []
         self._tally = Tally()
 
-    def run(self, job: Job) -> tuple[list[Finding], Tally]:
-        starts, ends = (column[job.first : job.last] for column in self._by_file.spans(job.file))
-        there = [index for index, end in enumerate(ends) if end <= job.nbytes]  # others are cut off, said elsewhere
+    def run(self, items: ItemRange) -> tuple[list[Finding], Tally]:
+        starts, ends = (column[items.first : items.last] for column in self._by_file.spans(items.file))
+        there = [index for index, end in enumerate(ends) if end <= items.nbytes]  # others are cut off, said elsewhere
         position = 0
         while position < len(there) and not self._stop.is_set():
             index = there[position]
@@ -150,9 +150,9 @@ class _Scan:
             if ends[index] - starts[index] <= self._together:
                 end = max(ends[there[at]] for at in range(position, last))
                 with suppress(DcptoolError):  # its items will say so, each by itself
-                    self._window.load(job.file, starts[index], end)
+                    self._window.load(items.file, starts[index], end)
             for at in there[position:last]:
-                placed = self._by_file.item(job.file, job.first + at)
+                placed = self._by_file.item(items.file, items.first + at)
                 looked = Tally(n_unread=1)
                 with self._telling(placed):
                     looked = self._look_at(placed)

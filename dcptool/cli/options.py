@@ -101,7 +101,7 @@ def width() -> int:
     return shutil.get_terminal_size((PIPED_WIDTH, 40)).columns
 
 
-class Size(click.ParamType[int]):
+class ByteSize(click.ParamType[int]):
     """A number of bytes such as 5GB (5·10⁹) or 500MB."""
 
     name = "size"
