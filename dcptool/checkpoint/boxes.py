@@ -5,7 +5,6 @@ The one way from a wanted box to its bytes; who wants several chunks at once, ch
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -65,7 +64,6 @@ class BoxReader:
         self.entry, self._source = entry, source
         self._find = find or partial(payload_of, source)
         self._payloads: dict[int, Payload] = {}
-        self._lock = threading.Lock()
 
     def payload(self, index: int) -> Payload:
         """Return what a chunk holds, which is the box that the metadata says.
@@ -74,12 +72,9 @@ class BoxReader:
             LayoutError: the metadata names no place for it.
             ItemError, StorageError, UnsupportedError: it cannot be understood, or holds something else.
         """
-        with self._lock:
-            found = self._payloads.get(index)
-        if found is None:
-            found = self._find(self.entry, self.entry.chunks[index])
-            with self._lock:
-                found = self._payloads.setdefault(index, found)
+        found = self._payloads.get(index)
+        if found is None:  # two threads may both look; setdefault, one operation, keeps what the first found
+            found = self._payloads.setdefault(index, self._find(self.entry, self.entry.chunks[index]))
         return found
 
     def fill(self, index: int, box: Box, out: np.ndarray[Any, Any], update: Update | None = None) -> None:
@@ -88,8 +83,7 @@ class BoxReader:
 
     def forget(self) -> None:
         """Forget what chunks hold, to be found out again if it is needed."""
-        with self._lock:
-            self._payloads.clear()
+        self._payloads.clear()
 
 
 def payload_of(source: Source, entry: TensorEntry, chunk: Chunk) -> Payload:

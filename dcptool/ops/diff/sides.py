@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from dcptool.checkpoint.boxes import BoxReader, ChunkIndex, check_whole
@@ -141,7 +141,8 @@ class SideReader:
         dtype = array_dtype(self.entry.dtype)
         out = buffer[: volume(box[1]) * dtype.itemsize].view(dtype).reshape(box[1])
         for found, common in self._parts(box, index):
-            with self._reading(found):
+            chunk = self.entry.chunks[found]
+            with unreadable(self.access, self.entry, chunk), self._lock(chunk):
                 # Checksums are looked at where values differ, see `require_undamaged`: equal bytes need none.
                 self._boxes.fill(found, common, out[index_in(box, common)], _ignore)
         return out
@@ -182,12 +183,13 @@ class SideReader:
             UnreadableError: one of them is wrong: what differs there was not saved so.
         """
         for found, _ in self._parts(box, index):
-            with self._reading(found):
+            chunk = self.entry.chunks[found]
+            with unreadable(self.access, self.entry, chunk), self._lock(chunk):
                 record = self._boxes.payload(found).record
                 self._checked.add(record)
                 problem = self.access.problem(record)
             if problem:
-                raise UnreadableError(problem, self.access, self.entry, self.entry.chunks[found])
+                raise UnreadableError(problem, self.access, self.entry, chunk)
 
     def release(self) -> None:
         """Forget what was found out about chunks, to be found out again if it is needed."""
@@ -202,13 +204,9 @@ class SideReader:
         chunks = self._index = self._index or ChunkIndex(self.entry)
         return chunks.touching(box)
 
-    @contextmanager
-    def _reading(self, index: int) -> Iterator[None]:
-        """Name errors; let one thread at a time at what decompresses a chunk's item and keeps the result."""
-        chunk = self.entry.chunks[index]
-        lock = self.access.lock if chunk.item and chunk.item.transforms else nullcontext()
-        with unreadable(self.access, self.entry, chunk), lock:
-            yield
+    def _lock(self, chunk: Chunk) -> AbstractContextManager[Any]:
+        """Let one thread at a time at what decompresses an item and keeps the result."""
+        return self.access.lock if chunk.item and chunk.item.transforms else nullcontext()
 
 
 def _ignore(byte_offset: int, data: memoryview) -> None:
