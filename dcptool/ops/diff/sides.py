@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dcptool.checkpoint.boxes import BoxReader, ChunkIndex, check_whole
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
-from dcptool.checkpoint.extents import Chunk, Record
+from dcptool.checkpoint.extents import Chunk, Extent, Record
 from dcptool.checkpoint.findings import Finding, Severity
 from dcptool.checkpoint.numbers import array_dtype
 from dcptool.checkpoint.regions import Box, index_in, volume
@@ -147,34 +147,25 @@ class SideReader:
                 self._boxes.fill(found, common, out[index_in(box, common)], _ignore)
         return out
 
-    def is_zip(self, index: int) -> bool:
+    def is_zip(self, index: int, chunk: Chunk) -> bool:
         """Tell whether a chunk is an item of its own, header and all; then the same bytes elsewhere are the same chunk.
 
         Raises:
             UnreadableError: it is damaged or not what the metadata says.
         """
-        chunk = self.entry.chunks[index]
         if self.access.checkpoint.format != "dcp" or chunk.item is None or chunk.item.transforms:
             return False
         with unreadable(self.access, self.entry, chunk):
             return self._boxes.payload(index).record.item == chunk.item
 
-    def pieces(self, index: int, buffer: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
+    def pieces(self, chunk: Chunk, item: Extent, buffer: np.ndarray[Any, Any]) -> Iterator[np.ndarray[Any, Any]]:
         """Yield the bytes of a chunk's item as stored, as many at a time as the buffer holds."""
-        chunk = self.entry.chunks[index]
-        if chunk.item:
-            for start in range(0, chunk.item.nbytes, len(buffer)):
-                piece = buffer[: chunk.item.nbytes - start]
-                with unreadable(self.access, self.entry, chunk):
-                    self.access.checkpoint.storage.read_into(
-                        chunk.item.file, chunk.item.byte_offset + start, piece.data
-                    )
-                yield piece
-
-    def item_nbytes(self, index: int) -> int:
-        """Return the length of a chunk's item in bytes; 0 without one."""
-        item = self.entry.chunks[index].item
-        return item.nbytes if item else 0
+        storage = self.access.checkpoint.storage
+        for start in range(0, item.nbytes, len(buffer)):
+            piece = buffer[: item.nbytes - start]
+            with unreadable(self.access, self.entry, chunk):
+                storage.read_into(item.file, item.byte_offset + start, piece.data)
+            yield piece
 
     def require_undamaged(self, box: Box, index: int) -> None:
         """Read the records behind a box whole and check their CRC32s; each is read once.

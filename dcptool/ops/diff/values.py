@@ -114,14 +114,15 @@ class ValueComparison:
 
     def _is_same_item(self, state: _PairState, common: CommonBox) -> bool:
         """Tell whether a chunk is stored as the same bytes on both sides, with the header that says what it is."""
-        a, b, index_a, index_b = state.a, state.b, common.chunk_a, common.chunk_b
-        if a.item_nbytes(index_a) != b.item_nbytes(index_b) or not a.is_zip(index_a):
+        a, b = state.a, state.b
+        one, other = a.entry.chunks[common.chunk_a], b.entry.chunks[common.chunk_b]
+        if not (one.item and other.item and one.item.nbytes == other.item.nbytes):
             return False
-        if b.access.checkpoint.format != "dcp":
+        if b.access.checkpoint.format != "dcp" or not a.is_zip(common.chunk_a, one):
             return False
         buffers = self._buffers()
-        pieces = zip(a.pieces(index_a, buffers.a), b.pieces(index_b, buffers.b), strict=True)
-        return all(arithmetic.same_bits(one, other, buffers.mask) for one, other in pieces)
+        pieces = zip(a.pieces(one, one.item, buffers.a), b.pieces(other, other.item, buffers.b), strict=True)
+        return all(arithmetic.same_bits(x, y, buffers.mask) for x, y in pieces)
 
     def _compare_box(self, state: _PairState, common: CommonBox) -> Errors | UnreadableError | None:
         """Return None if a box is equal bit for bit, else how it differs, or why it cannot be read."""
