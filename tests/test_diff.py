@@ -19,13 +19,14 @@ from dcptool.checkpoint.dtypes import BY_NAME
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Extent, Payload, Record
 from dcptool.checkpoint.format import Format
+from dcptool.checkpoint.numbers import array_dtype
 from dcptool.checkpoint.regions import contiguous_strides, intersect, volume
 from dcptool.checkpoint.selection import Renaming
 from dcptool.errors import LayoutError
-from dcptool.ops.diff import arithmetic, bands, values
-from dcptool.ops.diff.bands import refinement
+from dcptool.ops.diff import arithmetic, sides, values
 from dcptool.ops.diff.diff import DiffOptions, compare_checkpoints
 from dcptool.ops.diff.pairing import likely_renames, pair
+from dcptool.ops.diff.refinement import refinement
 from dcptool.ops.diff.results import Difference, DiffReport, Known, Lone, Side, Values
 from dcptool.render.diff import diff_text
 from tests import damage
@@ -486,8 +487,8 @@ def test_a_storage_that_many_tensors_share_is_checked_once(tmp_path, monkeypatch
     flat = torch.arange(400.0)
     for name, values_ in (("a.pt", flat), ("b.pt", flat + 1)):
         torch.save({f"w{index}": values_[4 * index : 4 * index + 4] for index in range(100)}, tmp_path / name)
-    checked, check_whole = [], bands.check_whole
-    monkeypatch.setattr(bands, "check_whole", lambda *args: (checked.append(args), check_whole(*args))[1])
+    checked, check_whole = [], sides.check_whole
+    monkeypatch.setattr(sides, "check_whole", lambda *args: (checked.append(args), check_whole(*args))[1])
     assert len(dcptool.compare(tmp_path / "a.pt", tmp_path / "b.pt").differences) == 100
     assert len(checked) == 2
     damage.flip_byte(tmp_path / "b.pt", (tmp_path / "b.pt").read_bytes().index((flat + 1).numpy().tobytes()) + 3)
@@ -570,7 +571,7 @@ def pairs(draw):
     """Two checkpoints of one tensor in layouts of their own, its dtype, and where an element was flipped, if so."""
     dtype = draw(st.sampled_from(["float32", "int64", "bfloat16", "bool", "complex128", "float8_e5m2", "complex32"]))
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
-    form = arithmetic.array_dtype(dtype)
+    form = array_dtype(dtype)
     seed = np.random.default_rng(draw(st.integers(0, 9)))
     data = seed.integers(0, 2 if dtype == "bool" else 256, volume(shape) * form.itemsize, dtype=np.uint8)
     one = np.frombuffer(data.tobytes(), form).reshape(shape)
@@ -640,8 +641,8 @@ def test_memory_is_that_of_the_threads_buffers(monkeypatch):
     tracemalloc.stop()
     assert only(report).values.first == (3000, 7)
     assert len(made) <= 3
-    assert set(made) == {bands.MAX_BAND_NBYTES}
-    assert peak < 3 * 5 * bands.MAX_BAND_NBYTES  # two bands and what is computed of slices, and windows between
+    assert set(made) == {values.MAX_BOX_NBYTES}
+    assert peak < 3 * 5 * values.MAX_BOX_NBYTES  # two boxes and what is computed of slices, and windows between
 
 
 def test_progress_counts_every_byte_once(forms):
@@ -656,7 +657,7 @@ def test_progress_counts_every_byte_once(forms):
 @pytest.mark.torchfree
 @pytest.mark.parametrize("dtype", [dtype.name for dtype in BY_NAME.values() if dtype.numpy])
 def test_every_dtype_compares_by_bits(dtype):
-    form = arithmetic.array_dtype(dtype)
+    form = array_dtype(dtype)
     data = np.arange(64, dtype=np.uint8) % 2 if dtype == "bool" else np.arange(64, dtype=np.uint8)
     one = data.view(form)
     other = one.copy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -101,6 +102,12 @@ def test_inspect_imports_neither_torch_nor_numpy_nor_fsspec():
         path = ROOT / "fixtures" / "foreign" / name
         done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
         assert done.stderr.strip() == "[]"
+
+
+def test_no_two_classes_have_one_name():
+    nodes = (node for path in MODULES for node in ast.walk(ast.parse(path.read_text())))
+    counts = Counter(node.name.lstrip("_") for node in nodes if isinstance(node, ast.ClassDef))
+    assert {name for name, count in counts.items() if count > 1} == set()
 
 
 def test_public_names_are_sorted_documented_and_there():

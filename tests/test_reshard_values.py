@@ -70,7 +70,6 @@ def test_files_of_one_process_are_sharded(form, tmp_path):
 def test_strided_payloads_and_tensors_larger_than_a_band(tmp_path, monkeypatch):
     """Bands of a few KiB cut everything everywhere: rows, within rows, across chunks, across target boxes."""
     monkeypatch.setattr("dcptool.copying.reading.BAND_NBYTES", 4096)
-    monkeypatch.setattr("dcptool.copying.schedule.BAND_NBYTES", 4096)
     generator = torch.Generator().manual_seed(3)
     wide = torch.randn(7, 3000, generator=generator)
     state = {

@@ -13,9 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dcptool
-from dcptool.checkpoint.kinds import Severity
+from dcptool.checkpoint import numbers
+from dcptool.checkpoint.findings import Severity
 from dcptool.copying import reading
-from dcptool.ops.inspect import moments, stats
+from dcptool.ops.inspect import measuring, stats
 from dcptool.ops.inspect.moments import Moments, measure
 from tests import damage
 from tests.conftest import FOREIGN, WHOLE, part, run
@@ -156,8 +157,8 @@ def test_a_large_mean_does_not_eat_the_spread(tmp_path):
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_tensors_larger_than_a_band_in_any_cut(tmp_path, monkeypatch, dim, threads):
-    monkeypatch.setattr(stats, "BAND_NBYTES", 264)
-    monkeypatch.setattr(moments, "SLICE", 10)
+    monkeypatch.setattr(measuring, "BAND_NBYTES", 264)
+    monkeypatch.setattr(numbers, "SLICE", 10)
     whole = torch.randn(37, 29, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     whole[3, 4], whole[30, 2] = math.nan, -math.inf
     states = [{"w": ranks.Shard.of(whole, rank, 3, dim), "t": whole.t()} for rank in range(3)]
@@ -304,8 +305,8 @@ def test_storages_that_tensors_share_are_checked_once(tmp_path, monkeypatch):
     base = torch.randn(64, 1000)
     torch.save({f"row{index}": base[index] for index in range(64)}, tmp_path / "m.pt")
     read = []
-    real = stats.check_whole
-    monkeypatch.setattr(stats, "check_whole", lambda *args: read.append(args) or real(*args))
+    real = measuring.check_whole
+    monkeypatch.setattr(measuring, "check_whole", lambda *args: read.append(args) or real(*args))
     report = dcptool.tensor_stats(tmp_path / "m.pt")
     assert report.good
     assert len(read) == 1
@@ -378,4 +379,4 @@ def test_several_checkpoints_and_run_directories():
 
 
 def test_readers_bands_and_ours_are_of_one_size():
-    assert stats.BAND_NBYTES == reading.BAND_NBYTES
+    assert measuring.BAND_NBYTES == reading.BAND_NBYTES

@@ -204,7 +204,7 @@ def test_a_record_larger_than_its_view_and_a_flipped_bit(tmp_path):
     data[place] ^= 1
     file.write_bytes(data)
     checkpoint = dcptool.open(tmp_path / "c")
-    with pytest.raises(ItemError, match=r"__0_0\.distcp, bytes 0–\d+: 'w' chunk at \[0\]: bytes were changed"):
+    with pytest.raises(ItemError, match=r"__0_0\.distcp, bytes 0–\d+: 'w' at \[0\]: bytes were changed"):
         checkpoint.read("w")
     loaded = {"w": torch.empty(64)}
     dcp.load(loaded, checkpoint_id=tmp_path / "c", no_dist=True)  # torch does not look

@@ -12,17 +12,17 @@ from dcptool.copying.outputs import Closing, Fill, Literal
 from dcptool.errors import ItemError
 from dcptool.formats.torch_save import zip as torch_zip
 from dcptool.formats.torch_save.zip import TorchZip, head_nbytes
-from dcptool.formats.torch_save.zip_write import Member, lay_out_zip, template
+from dcptool.formats.torch_save.zip_write import NewMember, lay_out_zip, template
 
 pytestmark = pytest.mark.torchfree
 
 
 def members(nbytes):
     return [
-        Member("data.pkl", Literal(b"pickle")),
-        Member("data/0", Fill("w", (0,), (nbytes,), "uint8", nbytes)),
-        Member("byteorder", Literal(b"little")),
-        Member("version", Literal(b"3\n")),
+        NewMember("data.pkl", Literal(b"pickle")),
+        NewMember("data/0", Fill("w", (0,), (nbytes,), "uint8", nbytes)),
+        NewMember("byteorder", Literal(b"little")),
+        NewMember("version", Literal(b"3\n")),
     ]
 
 

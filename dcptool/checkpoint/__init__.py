@@ -4,6 +4,7 @@ Values and arithmetic on them; knows no format and executes nothing.
 
 extents     where bytes are (extent, record, payload) and which box they are (chunk)
 dtypes      element types and their spellings
+numbers     arrays of any dtype as plain numbers
 regions     boxes of n-d arrays
 chunks      all chunks of a checkpoint as columns of numbers
 entries     a tensor or an object under its name; what a format's reader gives to get at bytes

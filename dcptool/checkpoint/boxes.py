@@ -5,9 +5,9 @@ The one way from a wanted box to its bytes; who wants several chunks at once, ch
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dcptool.checkpoint.entries import Entry, Source, TensorEntry, require_box
@@ -50,21 +50,20 @@ class ChunkIndex:
 
 
 class BoxReader:
-    """Reads boxes of one tensor, from several threads; what a chunk holds is found out once.
+    """Copies boxes out of the chunks of one tensor, from several threads; what a chunk holds is found out once.
 
     Args:
         source: of the checkpoint.
-        chunks: of the tensor.
+        entry: the tensor.
+        find: finds what a chunk holds and checks it; default: `payload_of`, whose errors name neither file nor tensor.
     """
 
-    def __init__(self, source: Source, chunks: ChunkIndex) -> None:
-        self.entry, self._source, self._chunks = chunks.entry, source, chunks
+    def __init__(
+        self, source: Source, entry: TensorEntry, find: Callable[[TensorEntry, Chunk], Payload] | None = None
+    ) -> None:
+        self.entry, self._source = entry, source
+        self._find = find or partial(payload_of, source)
         self._payloads: dict[int, Payload] = {}
-        self._lock = threading.Lock()
-
-    def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """Yield the index of each chunk that shares elements with a box, in order, and what they share."""
-        return self._chunks.touching(box)
 
     def payload(self, index: int) -> Payload:
         """Return what a chunk holds, which is the box that the metadata says.
@@ -73,12 +72,9 @@ class BoxReader:
             LayoutError: the metadata names no place for it.
             ItemError, StorageError, UnsupportedError: it cannot be understood, or holds something else.
         """
-        with self._lock:
-            found = self._payloads.get(index)
-        if found is None:
-            found = payload_of(self._source, self.entry, self.entry.chunks[index])
-            with self._lock:
-                found = self._payloads.setdefault(index, found)
+        found = self._payloads.get(index)
+        if found is None:  # two threads may both look; setdefault, one operation, keeps what the first found
+            found = self._payloads.setdefault(index, self._find(self.entry, self.entry.chunks[index]))
         return found
 
     def fill(self, index: int, box: Box, out: np.ndarray[Any, Any], update: Update | None = None) -> None:
@@ -87,8 +83,7 @@ class BoxReader:
 
     def forget(self) -> None:
         """Forget what chunks hold, to be found out again if it is needed."""
-        with self._lock:
-            self._payloads.clear()
+        self._payloads.clear()
 
 
 def payload_of(source: Source, entry: TensorEntry, chunk: Chunk) -> Payload:

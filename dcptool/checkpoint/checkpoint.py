@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dcptool.checkpoint.boxes import BoxReader, ChunkIndex, payload_of
 from dcptool.checkpoint.chunks import ChunkTable, FileUse
 from dcptool.checkpoint.entries import Entry, ObjectEntry, Source, TensorEntry
-from dcptool.checkpoint.extents import Chunk, Payload, Record
+from dcptool.checkpoint.extents import Chunk, Payload, Record, place_words
 from dcptool.checkpoint.fill import numpy_empty
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.format import USUAL, Format, Variant
@@ -129,8 +129,7 @@ class Checkpoint(Mapping[str, Entry]):
         """
         entry = self._tensor(fqn)
         region = self._region(entry, offsets, sizes)
-        reader = BoxReader(self.source, ChunkIndex(entry))
-        parts = list(reader.touching(region))
+        reader, parts = BoxReader(self.source, entry), list(ChunkIndex(entry).touching(region))
         if sum(volume(common[1]) for _, common in parts) < volume(region[1]) or len(parts) > 1:
             gap = first_gap(region, [common for _, common in parts])
             if gap:
@@ -228,8 +227,6 @@ class Checkpoint(Mapping[str, Entry]):
             return function(*args)
         except DcptoolError as error:
             item = chunk.item if chunk else getattr(entry, "item", None)
-            place = join(self.root, item.file) if item else self.path
-            where = f", bytes {item.byte_offset}–{item.byte_offset + item.nbytes}" if item else ""
-            at = f" chunk at {list(chunk.offsets)}" if chunk and chunk.offsets else ""
-            what = error.message.removeprefix(f"{place}: ")
-            raise error.saying(f"{place}{where}: {entry.fqn!r}{at}: {what}") from error
+            what = error.message.removeprefix(f"{join(self.root, item.file) if item else self.path}: ")
+            place = place_words(item, entry.fqn, chunk.offsets if chunk else (), self.root if item else self.path)
+            raise error.saying(f"{place}: {what}") from error

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dcptool.storage.base import join
+
 Ints = tuple[int, ...]
 
 
@@ -24,6 +26,20 @@ class Extent(NamedTuple):
     byte_offset: int
     nbytes: int
     transforms: tuple[str, ...] = ()
+
+
+def place_words(item: Extent | None, fqn: str = "", offsets: Ints = (), root: str = "") -> str:
+    """Say where something is stored, as far as it is known.
+
+    >>> place_words(Extent("__0_0.distcp", 0, 1641), "w", (4, 0)), place_words(None, "w")
+    ("__0_0.distcp, bytes 0–1,641: 'w' at [4, 0]", "'w'")
+    """
+    at = f" at {list(offsets)}" if offsets else ""
+    where = root
+    if item:
+        file = join(root, item.file) if root else item.file
+        where = f"{file}, bytes {item.byte_offset:,}–{item.byte_offset + item.nbytes:,}"
+    return ": ".join(filter(None, (where, f"{fqn!r}{at}" if fqn else "")))
 
 
 class Record(NamedTuple):

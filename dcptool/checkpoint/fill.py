@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
@@ -17,6 +17,8 @@ from dcptool.errors import ItemError
 
 if TYPE_CHECKING:
     import numpy as np
+
+    Array = np.ndarray[Any, Any]
 
 ReadInto = Callable[[Record, int, memoryview], None]
 """Fill a buffer with a record's bytes from a byte offset (inside the record) on."""
@@ -28,14 +30,11 @@ SMALL_NBYTES = 256 << 10
 MAX_PIECES = 1 << 16
 """Pieces of one record that are remembered; one that is read in more of them has to be read once more to be checked."""
 
-
 Update = Callable[[int, memoryview], None]
 """Told every run of bytes that is read of a record, and its byte offset in it."""
 
 
-def fill(
-    payload: Payload, read_into: ReadInto, start: Ints, out: np.ndarray[Any, Any], update: Update | None = None
-) -> None:
+def fill(payload: Payload, read_into: ReadInto, start: Ints, out: Array, update: Update | None = None) -> None:
     """Copy the box of a payload that begins at `start` and has `out`'s shape into `out`.
 
     Only the bytes between wanted elements that lie close together are read besides the wanted ones. When that was
@@ -51,43 +50,53 @@ def fill(
     Raises:
         ItemError: the record's bytes do not have the stored CRC32.
     """
-    import numpy as np
-
-    itemsize = out.dtype.itemsize
-    record = payload.record
-    check = RecordCheck(record)
+    itemsize, check = out.dtype.itemsize, RecordCheck(payload.record)
     told = update or check.update
-    strides = payload.strides
-    first = payload.storage_offset + sum(index * stride for index, stride in zip(start, strides, strict=True))
-    # Widest stride first: blocks are then cut, and read, in the order of the file.
-    order = sorted(range(out.ndim), key=lambda dim: -strides[dim])
-    strides = tuple(strides[dim] for dim in order)
-
-    def copy(first: int, out: np.ndarray[Any, Any]) -> None:
-        nbytes = span(out.shape, strides) * itemsize
-        if nbytes > WINDOW_NBYTES or (nbytes > SMALL_NBYTES and out.nbytes * 4 < nbytes):
-            dim = next(dim for dim, size in enumerate(out.shape) if size > 1 and strides[dim])
-            half = out.shape[dim] // 2
-            lower, upper = np.array_split(out, [half], axis=dim)
-            copy(first, lower)
-            copy(first + half * strides[dim], upper)
-            return
-        if out.flags.c_contiguous and is_contiguous(out.shape, strides):
-            window = out.reshape(-1).view(np.uint8).data
-            read_into(record, first * itemsize, window)
-        else:
-            window = memoryview(bytearray(nbytes))
-            read_into(record, first * itemsize, window)
-            # Not as_strided: it rebuilds the dtype from its text, which ml_dtypes' float8_e5m2 does not survive.
-            steps = [stride * itemsize for stride in strides]
-            out[...] = np.ndarray(out.shape, out.dtype, buffer=window, strides=steps)
-        told(first * itemsize, window)
-
-    if out.size:
-        copy(first, out.transpose(order))
+    first = payload.storage_offset + sum(index * step for index, step in zip(start, payload.strides, strict=True))
+    # Widest stride first: windows are then cut, and read, in the order of the file.
+    order = sorted(range(out.ndim), key=lambda dim: -payload.strides[dim])
+    strides = tuple(payload.strides[dim] for dim in order)
+    for at, part in _windows(first, out.transpose(order), strides) if out.size else ():
+        told(at * itemsize, _read_window(payload.record, read_into, at, part, strides))
     problem = "" if update else check.problem_if_whole()
     if problem:
         raise ItemError(problem)
+    _undo_views(payload, out)
+
+
+def _windows(first: int, out: Array, strides: Ints) -> Iterator[tuple[int, Array]]:
+    """Cut an array into parts whose elements lie close together in the record; yield where each begins there."""
+    nbytes = span(out.shape, strides) * out.dtype.itemsize
+    if nbytes <= WINDOW_NBYTES and (nbytes <= SMALL_NBYTES or out.nbytes * 4 >= nbytes):
+        yield first, out
+        return
+    dim = next(dim for dim, size in enumerate(out.shape) if size > 1 and strides[dim])
+    half, before = out.shape[dim] // 2, (slice(None),) * dim
+    lower, upper = (*before, slice(half)), (*before, slice(half, None))
+    yield from _windows(first, out[lower], strides)
+    yield from _windows(first + half * strides[dim], out[upper], strides)
+
+
+def _read_window(record: Record, read_into: ReadInto, first: int, out: Array, strides: Ints) -> memoryview:
+    """Fill an array from element `first` of a record on; return the bytes from its first to its last element."""
+    import numpy as np
+
+    itemsize = out.dtype.itemsize
+    if out.flags.c_contiguous and is_contiguous(out.shape, strides):
+        window = out.reshape(-1).view(np.uint8).data
+        read_into(record, first * itemsize, window)
+        return window
+    window = memoryview(bytearray(span(out.shape, strides) * itemsize))
+    read_into(record, first * itemsize, window)
+    # Not as_strided: it rebuilds the dtype from its text, which ml_dtypes' float8_e5m2 does not survive.
+    out[...] = np.ndarray(out.shape, out.dtype, buffer=window, strides=[step * itemsize for step in strides])
+    return window
+
+
+def _undo_views(payload: Payload, out: Array) -> None:
+    """Turn stored values into those that are meant, where what was saved is a conjugate or a negative of them."""
+    import numpy as np
+
     parts = [out[name] for name in out.dtype.names] if out.dtype.names else [out]
     if payload.conj and out.dtype.names:
         np.negative(parts[1], out=parts[1])
@@ -171,7 +180,7 @@ def _zlib() -> Any:
     return zlib_ng
 
 
-def numpy_empty(shape: Ints, dtype: str) -> np.ndarray[Any, Any]:
+def numpy_empty(shape: Ints, dtype: str) -> Array:
     """Return an uninitialised array in the numpy form of a torch dtype.
 
     Raises:

@@ -71,13 +71,3 @@ def inside(part: str, finding: Finding) -> Finding:
         return finding
     file = f"{part}/{finding.file}" if finding.file else part
     return finding._replace(file=file, message=f"{part}: {finding.message}")
-
-
-def problem_and_step(message: str) -> tuple[str, str]:
-    """Split what is said of an item of an unsupported form into the problem and what to do, which may be "".
-
-    >>> problem_and_step("it is zstd-compressed; pip install 'dcptool[zstd]'")
-    ('it is zstd-compressed', "pip install 'dcptool[zstd]'")
-    """
-    problem, _, step = message.partition("; ")
-    return problem, step

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from dcptool.checkpoint.boxes import fill_box
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.cover import Overlap
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Chunk
-from dcptool.checkpoint.fill import fill, numpy_empty
+from dcptool.checkpoint.fill import numpy_empty
 from dcptool.checkpoint.findings import Finding
-from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import Box, cut_box
 from dcptool.errors import DcptoolError
 
@@ -39,7 +39,7 @@ def replica_problems(checkpoint: Checkpoint) -> list[Finding]:
                 message = f"{fqn!r} differs between {first.item.file} and {replica.item.file}; the first is read"
                 step = "Each rank saved its own value under this name; a resume takes one of them."
                 where = (replica.item.file, fqn, replica.offsets, replica.sizes)
-                problems.append(Finding("replicas-differ", Severity.WARNING, message, *where, next_step=step))
+                problems.append(Finding.of("replicas-differ", message, *where, next_step=step))
     return problems
 
 
@@ -61,13 +61,12 @@ def equal(checkpoint: Checkpoint, entry: TensorEntry, first: Chunk, second: Chun
     Raises:
         DcptoolError: one of them cannot be read.
     """
-    payloads = [(chunk, checkpoint.payload(entry, chunk)) for chunk in (first, second)]
-    for offsets, sizes in cut_box(box, BAND_ELEMENTS):
+    payloads = [(chunk.offsets, checkpoint.payload(entry, chunk)) for chunk in (first, second)]
+    for band in cut_box(box, BAND_ELEMENTS):
         copies = []
-        for chunk, payload in payloads:
-            out = numpy_empty(sizes, entry.dtype)
-            start = tuple(a - b for a, b in zip(offsets, chunk.offsets, strict=True))
-            fill(payload, checkpoint.source.read_into, start, out)
+        for offsets, payload in payloads:
+            out = numpy_empty(band[1], entry.dtype)
+            fill_box(checkpoint.source, payload, offsets, band, out)
             copies.append(out.tobytes())
         if copies[0] != copies[1]:
             return False

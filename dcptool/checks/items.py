@@ -12,21 +12,19 @@ from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry, require_box
-from dcptool.checkpoint.extents import Record
+from dcptool.checkpoint.extents import Record, place_words
 from dcptool.checkpoint.fill import crc32
-from dcptool.checkpoint.findings import Finding, problem_and_step
+from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.items import FileItems, Placed, name_of
-from dcptool.checkpoint.kinds import Severity
+from dcptool.checkpoint.kinds import Effect
 from dcptool.errors import DcptoolError, ItemError, StorageError, UnsupportedError
 from dcptool.storage import Progress
 from dcptool.storage.window import Window
 
 HEADERS_NBYTES = 64 << 10
 """Where only headers are wanted, items up to this length are read together."""
-JOB_NBYTES = 64 << 20
+RANGE_NBYTES = 64 << 20
 """A thread takes so many bytes of a file at a time."""
-UNSUPPORTED = "unsupported-item"
-"""The kind of findings on items that cannot be looked into here: nothing is known of them."""
 MAX_PER_FILE = 1_000
 """Findings of one file that are told one by one."""
 
@@ -47,7 +45,7 @@ class Tally(NamedTuple):
         return Tally(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-class Job(NamedTuple):
+class ItemRange(NamedTuple):
     """Items of one file, by index from `first` up to, but not including, `last`; byte `nbytes` is the file's end."""
 
     file: str
@@ -73,15 +71,15 @@ def item_problems(
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    jobs = list(_jobs(checkpoint, by_file))
+    ranges = list(_ranges(checkpoint, by_file))
     stop = Event()
 
-    def run(job: Job) -> tuple[list[Finding], Tally]:
-        return _Scan(checkpoint, by_file, deep, progress, stop).run(job)
+    def run(items: ItemRange) -> tuple[list[Finding], Tally]:
+        return _Scan(checkpoint, by_file, deep, progress, stop).run(items)
 
     with ThreadPoolExecutor(threads) as pool:
         try:
-            done = list(pool.map(run, jobs))
+            done = list(pool.map(run, ranges))
         except BaseException:  # Ctrl-C: what runs ends at its next piece, what waits does not begin
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -90,22 +88,22 @@ def item_problems(
     tally = Tally()
     told: dict[str, int] = {}
     untold: dict[tuple[str, bool], int] = {}
-    for job, (found, looked) in zip(jobs, done, strict=True):
+    for items, (found, looked) in zip(ranges, done, strict=True):
         tally = tally.plus(looked)
-        room = MAX_PER_FILE - told.get(job.file, 0)
+        room = MAX_PER_FILE - told.get(items.file, 0)
         problems += found[: max(room, 0)]
-        told[job.file] = told.get(job.file, 0) + len(found)
+        told[items.file] = told.get(items.file, 0) + len(found)
         for finding in found[max(room, 0) :]:
-            key = job.file, finding.kind == UNSUPPORTED
+            key = items.file, finding.traits.effect is Effect.UNREAD
             untold[key] = untold.get(key, 0) + 1
     for (file, unsupported), count in untold.items():
         what = "cannot be looked into" if unsupported else "are damaged"
-        kind = UNSUPPORTED if unsupported else "damaged-item"
-        problems.append(Finding(kind, Severity.ERROR, f"{count:,} more items of {file} {what}", file))
+        kind = "unsupported-item" if unsupported else "damaged-item"
+        problems.append(Finding.of(kind, f"{count:,} more items of {file} {what}", file))
     return problems, tally
 
 
-def _jobs(checkpoint: Checkpoint, by_file: FileItems) -> Iterator[Job]:
+def _ranges(checkpoint: Checkpoint, by_file: FileItems) -> Iterator[ItemRange]:
     for file in sorted(by_file.files):
         nbytes = checkpoint.files.get(file)
         if nbytes is None:
@@ -115,14 +113,14 @@ def _jobs(checkpoint: Checkpoint, by_file: FileItems) -> Iterator[Job]:
         starts, _ = by_file.spans(file)
         first = 0
         for index, start in enumerate(starts):
-            if start - starts[first] >= JOB_NBYTES:
-                yield Job(file, nbytes, first, index)
+            if start - starts[first] >= RANGE_NBYTES:
+                yield ItemRange(file, nbytes, first, index)
                 first = index
-        yield Job(file, nbytes, first, len(starts))
+        yield ItemRange(file, nbytes, first, len(starts))
 
 
 class _Scan:
-    """One thread's way through one job."""
+    """One thread's way through one range of items."""
 
     def __init__(
         self, checkpoint: Checkpoint, by_file: FileItems, deep: bool, progress: Progress | None, stop: Event
@@ -139,9 +137,9 @@ class _Scan:
         self.problems: list[Finding] = []
         self._tally = Tally()
 
-    def run(self, job: Job) -> tuple[list[Finding], Tally]:
-        starts, ends = (column[job.first : job.last] for column in self._by_file.spans(job.file))
-        there = [index for index, end in enumerate(ends) if end <= job.nbytes]  # others are cut off, said elsewhere
+    def run(self, items: ItemRange) -> tuple[list[Finding], Tally]:
+        starts, ends = (column[items.first : items.last] for column in self._by_file.spans(items.file))
+        there = [index for index, end in enumerate(ends) if end <= items.nbytes]  # others are cut off, said elsewhere
         position = 0
         while position < len(there) and not self._stop.is_set():
             index = there[position]
@@ -151,9 +149,9 @@ class _Scan:
             if ends[index] - starts[index] <= self._together:
                 end = max(ends[there[at]] for at in range(position, last))
                 with suppress(DcptoolError):  # its items will say so, each by itself
-                    self._window.load(job.file, starts[index], end)
+                    self._window.load(items.file, starts[index], end)
             for at in there[position:last]:
-                placed = self._by_file.item(job.file, job.first + at)
+                placed = self._by_file.item(items.file, items.first + at)
                 looked = Tally(n_unread=1)
                 with self._telling(placed):
                     looked = self._look_at(placed)
@@ -171,7 +169,7 @@ class _Scan:
             try:
                 require_box(payload, entry, chunk)
             except ItemError as error:
-                self._add("wrong-item", placed, str(error), _TWO_SAVES)
+                self._add("wrong-item", placed, error.message, _TWO_SAVES)
         return Tally(1, int(unsure), nbytes, n_read)
 
     def _read(self, placed: Placed, record: Record) -> int:
@@ -200,22 +198,19 @@ class _Scan:
         try:
             yield
         except UnsupportedError as error:
-            problem, step = problem_and_step(str(error))
-            self._add(UNSUPPORTED, placed, problem, step or _UNKNOWN)
+            self._add("unsupported-item", placed, error.message, error.next_step or _UNKNOWN)
         except StorageError as error:
-            self._add("unreadable", placed, str(error))
+            self._add("unreadable", placed, error.message)
         except DcptoolError as error:
-            self._add("damaged-item", placed, str(error))
+            self._add("damaged-item", placed, error.message)
 
     def _add(self, kind: str, placed: Placed, message: str, step: str = "") -> None:
         item, chunk = placed.item, placed.chunk
         span = (item.byte_offset, item.byte_offset + item.nbytes)
-        where = f"{item.file}, bytes {span[0]:,}–{span[1]:,}: {name_of(placed)}: "
         offsets, sizes = (chunk.offsets, chunk.sizes) if chunk else (None, None)
-        text = where + message.partition("\n")[0].removeprefix(f"{item.file}: ")
-        self.problems.append(
-            Finding(kind, Severity.ERROR, text, item.file, placed.entry.fqn, offsets, sizes, span, step or _AGAIN)
-        )
+        text = f"{place_words(item)}: {name_of(placed)}: {message.removeprefix(f'{item.file}: ')}"
+        where = (item.file, placed.entry.fqn, offsets, sizes, span)
+        self.problems.append(Finding.of(kind, text, *where, step or _AGAIN))
 
 
 _TWO_SAVES = (

@@ -34,7 +34,7 @@ EXIT_BUG = 70
 MAX_COMMANDS = 20
 
 
-class _Group(click.Group):
+class _CommandGroup(click.Group):
     """Turns whatever a command raises into the documented exit codes."""
 
     def resolve_command(
@@ -117,7 +117,7 @@ def _commands(error: SeveralCheckpointsError) -> str:
     return "\n".join(lines)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="dcptool")
 @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
 def main(debug: bool) -> None:

@@ -20,7 +20,7 @@ from dcptool.cli import options
     "--dtype", type=click.Choice(["float16", "bfloat16", "float32", "float64"]), help="Cast floating tensors to this."
 )
 @click.option(
-    "--max-shard-size", type=options.Size(), default="5GB", show_default=True, help="Of safetensors in a folder."
+    "--max-shard-size", type=options.ByteSize(), default="5GB", show_default=True, help="Of safetensors in a folder."
 )
 @click.option(
     "--nesting", type=click.Choice(["auto", "flat"]), default="auto", show_default=True, help="Of dicts in a .pt file."

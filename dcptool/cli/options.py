@@ -37,7 +37,7 @@ def output(command: Command) -> Command:
     return _json(_quiet(command))
 
 
-class Duration(click.ParamType[float]):
+class Duration(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has no generic one
     """A length of time such as 90s, 30m, 2h or 1d; its value is in seconds."""
 
     name = "duration"
@@ -101,7 +101,7 @@ def width() -> int:
     return shutil.get_terminal_size((PIPED_WIDTH, 40)).columns
 
 
-class Size(click.ParamType[int]):
+class ByteSize(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has no generic one
     """A number of bytes such as 5GB (5·10⁹) or 500MB."""
 
     name = "size"
@@ -117,7 +117,7 @@ class Size(click.ParamType[int]):
         return int(nbytes)
 
 
-class Tolerance(click.ParamType[float]):
+class Tolerance(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has no generic one
     """A finite number of at least 0."""
 
     name = "tolerance"
@@ -132,7 +132,7 @@ class Tolerance(click.ParamType[float]):
         return number
 
 
-class Pair(click.ParamType[tuple[str, str]]):
+class Pair(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has no generic one
     """OLD=NEW."""
 
     name = "pair"

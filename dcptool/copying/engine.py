@@ -11,22 +11,21 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from itertools import chain
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import NamedTuple
 
-from dcptool.checkpoint.boxes import ChunkIndex, check_whole
+from dcptool.checkpoint.boxes import ChunkIndex
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.entries import TensorEntry
-from dcptool.checkpoint.extents import Record
-from dcptool.checkpoint.fill import Piece, RecordCheck, crc32
-from dcptool.checkpoint.findings import Finding, problem_and_step
-from dcptool.checkpoint.kinds import Severity
-from dcptool.copying.outputs import Fill, Literal, OutputFile
-from dcptool.copying.reading import BAND_NBYTES, Band, TensorReader, Where
-from dcptool.copying.schedule import Begin, Bytes, Carried, End, Output, Run, Share, Step, schedule
-from dcptool.errors import DcptoolError, UnsupportedError
+from dcptool.checkpoint.findings import Finding
+from dcptool.copying.checking import PartlyRead, SourceChecks, settle
+from dcptool.copying.outputs import Fill, OutputFile
+from dcptool.copying.reading import BAND_NBYTES, Band, RecordReader, TensorReader
+from dcptool.copying.schedule import HandOut, Move, WriteBytes, schedule
+from dcptool.copying.writing import OpenFile
+from dcptool.errors import DcptoolError
 from dcptool.storage import Creator, Progress
 
 MAX_THREADS = 8
@@ -44,22 +43,17 @@ def default_threads() -> int:
 
 def memory_nbytes(n_groups: int, threads: int) -> int:
     """Return the bytes of all bands that are held at the same time when so many groups of files are written."""
-    n_writers = min(threads, max(n_groups, 1))
+    n_writers = _n_writers(n_groups, threads)
     return (n_writers * (_n_ahead(n_writers, threads) + 1) + threads) * BAND_NBYTES
 
 
+def _n_writers(n_groups: int, threads: int) -> int:
+    return min(threads, max(n_groups, 1))
+
+
 def _n_ahead(n_writers: int, threads: int) -> int:
-    """Return how many steps each writer is read ahead for: all writers share BANDS_PER_THREAD bands per thread."""
+    """Return how many moves each writer is read ahead for: all writers share BANDS_PER_THREAD bands per thread."""
     return max(1, threads * BANDS_PER_THREAD // n_writers - 1)
-
-
-class PartlyRead(NamedTuple):
-    """A record of which only parts were read: its tensor, the index of its chunk there, and what was seen of it."""
-
-    fqn: str
-    chunk_index: int
-    record: Record
-    pieces: tuple[Piece, ...]
 
 
 class CopyReport(NamedTuple):
@@ -104,222 +98,158 @@ def copy(
     Raises:
         StorageError: the target cannot be written; files that were begun are removed.
     """
-    with _Engine(source, target, threads, progress, shared) as engine:
-        return engine.run(files)
+    n_writers = _n_writers(len(files), threads)
+    checks, stop = SourceChecks(), threading.Event()
+    with _Readers(source, threads, _n_ahead(n_writers, threads), checks) as readers:
+        groups = [_GroupWriter(group, readers, checks, stop, progress, shared) for group in files]
+        nbytes = _write_all(groups, target, n_writers, stop)
+    partly_read = tuple(found for group in groups for found in group.partly_read)
+    return CopyReport(nbytes, checks.failures, partly_read, frozenset(checks.unproven))
 
 
-def settle(source: Checkpoint, partly_read: Sequence[PartlyRead], threads: int) -> tuple[Finding, ...]:
-    """Check records of which several read a part: from all pieces together, else by reading each once more.
-
-    Args:
-        source: the checkpoint they are of.
-        partly_read: of all reports.
-        threads: how many records are read at the same time.
-
-    Returns:
-        What is damaged.
-    """
-    sharing: dict[Record, list[PartlyRead]] = {}  # tensors of a `.pt` file may be views of one record
-    for found in partly_read:
-        sharing.setdefault(found.record, []).append(found)
-
-    def check(record: Record) -> list[Finding]:
-        joined = RecordCheck(record, [piece for found in sharing[record] for piece in found.pieces])
-        message = joined.problem() if joined.is_whole() else _read_whole(source, record)
-        return [_damage(source, found, message) for found in sharing[record]] if message else []
-
-    with ThreadPoolExecutor(threads, "settle") as pool:
-        return tuple(chain.from_iterable(pool.map(check, sharing)))
+def _write_all(groups: Sequence[_GroupWriter], target: Creator, n_writers: int, stop: threading.Event) -> int:
+    """Write groups, several at the same time, and return their bytes; the first error stops all others."""
+    with ThreadPoolExecutor(n_writers, "write") as writers:
+        done = [writers.submit(group.write, target) for group in groups]
+        try:
+            for future in wait(done, return_when=FIRST_EXCEPTION).done:
+                future.result()  # the first error, before the others are told to stop
+        except BaseException:
+            stop.set()
+            writers.shutdown(cancel_futures=True)
+            raise
+    return sum(future.result() for future in done)
 
 
-def _read_whole(source: Checkpoint, record: Record) -> str:
-    try:
-        return check_whole(source.source, record)
-    except DcptoolError as error:
-        return str(error)
-
-
-def _damage(source: Checkpoint, found: PartlyRead, message: str) -> Finding:
-    entry = source.entries[found.fqn]
-    chunk = entry.chunks[found.chunk_index] if isinstance(entry, TensorEntry) else None
-    return damaged_item(message, (found.fqn, chunk, found.record))
-
-
-def damaged_item(message: str, where: Where, unsupported: bool = False) -> Finding:
-    """Return the finding that something stored is damaged, or of a form that cannot be read here."""
-    step = ""
-    if unsupported:
-        message, step = problem_and_step(message)
-    fqn, chunk, record = where
-    item = chunk.item if chunk else record.item if record else None
-    span = (item.byte_offset, item.byte_offset + item.nbytes) if item else None
-    place = f"{item.file}, bytes {span[0]:,}–{span[1]:,}: " if item and span else ""
-    at = f" at {list(chunk.offsets)}" if chunk and chunk.offsets else ""
-    name = f"{fqn!r}{at}: " if fqn else ""
-    return Finding(
-        "unsupported-item" if unsupported else "damaged-item",
-        Severity.ERROR,
-        f"{place}{name}{message}",
-        item.file if item else None,
-        fqn or None,
-        chunk.offsets if chunk else None,
-        chunk.sizes if chunk else None,
-        span,
-        step,
-    )
-
-
-class _Stopped(Exception):
+class _AnotherFailed(Exception):
     """Another writer has failed, whose error is the one that is raised."""
 
 
-class _Engine:
+class _GroupWriter:
+    """Writes the files of one group side by side, on one thread.
+
+    Attributes:
+        partly_read: records that are still to be checked once all groups are written, if others share them.
+    """
+
     def __init__(
-        self, source: Checkpoint, target: Creator, threads: int, progress: Progress | None, shared: bool
+        self,
+        files: Sequence[OutputFile],
+        readers: _Readers,
+        checks: SourceChecks,
+        stop: threading.Event,
+        progress: Progress | None,
+        shared: bool,
     ) -> None:
-        self._source, self._target, self._shared = source, target, shared
-        self._progress = progress or (lambda nbytes: None)
-        self._readers = ThreadPoolExecutor(threads, "read")
-        self._threads = self._n_ahead = threads
+        self._files, self._readers, self._checks, self._stop = files, readers, checks, stop
+        self._progress, self._shared = progress, shared
+        self.partly_read: list[PartlyRead] = []
+
+    def write(self, target: Creator) -> int:
+        """Create the files in `target`, write and finish them; return their bytes. After an error none is left."""
+        opened: list[OpenFile] = []
+        try:
+            for file in self._files:
+                opened.append(OpenFile(file, target))
+            for move, data in self._readers.ahead(self._readers.schedule(opened)):
+                self._make(move, data)
+            self._finish(opened)
+        except BaseException:
+            for begun in opened:
+                begun.abort()
+            raise
+        return sum(written.nbytes for written in opened)
+
+    def _make(self, move: Move, data: Future[memoryview] | None) -> None:
+        """Make one move; `data` are the bytes of its band, if they are read ahead."""
+        if self._stop.is_set():
+            raise _AnotherFailed
+        if isinstance(move, WriteBytes):
+            move.file.write_bytes(move.part)
+        elif isinstance(move, HandOut):
+            self._hand_out(move, data.result() if data else self._readers.read(move.band))
+        else:
+            for file in move.files:
+                file.end_part()
+            self.partly_read += self._checks.end(move.reader)
+
+    def _hand_out(self, move: HandOut, data: memoryview) -> None:
+        for index, share in move.band.shares(data):
+            move.files[index].write_share(share)
+            if self._progress:
+                self._progress(len(share))
+        self._readers.give_back(data)
+
+    def _finish(self, files: Sequence[OpenFile]) -> None:
+        for file in files:
+            file.require_complete()
+        if self.partly_read and not self._shared:
+            self._checks.add(settle(self._readers.source, self.partly_read, 1))
+            self.partly_read = []
+        for file in files:
+            if self._checks.is_sound:
+                file.finish()
+            else:  # good for nothing: on an object store finishing would give it its name
+                file.abort()
+
+
+class _Readers:
+    """Threads that read bands, ahead of the writers they all share.
+
+    Args:
+        source: the checkpoint.
+        threads: how many.
+        n_ahead: how many moves each writer is read ahead for.
+        checks: told what cannot be read.
+    """
+
+    def __init__(self, source: Checkpoint, threads: int, n_ahead: int, checks: SourceChecks) -> None:
+        self.source, self._n_ahead, self._checks = source, n_ahead, checks
+        self._order = {fqn: index for index, fqn in enumerate(source.entries)}
+        self._threads = ThreadPoolExecutor(threads, "read")
         self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._indexes: dict[str, ChunkIndex] = {}
-        self._failures: dict[tuple[Any, ...], Finding] = {}
-        self._partly_read: list[PartlyRead] = []
-        self._unproven: set[str] = set()
-        self._stop = threading.Event()
-        self._order = {fqn: index for index, fqn in enumerate(source.entries)}
+        # The last few are kept, for all boxes of a tensor come together.
+        self._index = lru_cache(MAX_INDEXES)(lambda fqn: ChunkIndex(source.entries[fqn]))
 
-    def __enter__(self) -> _Engine:
+    def __enter__(self) -> _Readers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._readers.shutdown(cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)
 
-    def run(self, groups: Sequence[Sequence[OutputFile]]) -> CopyReport:
-        n_writers = min(self._threads, max(len(groups), 1))
-        self._n_ahead = _n_ahead(n_writers, self._threads)
-        with ThreadPoolExecutor(n_writers, "write") as writers:
-            done = [writers.submit(self._write_group, group) for group in groups]
-            try:
-                for future in wait(done, return_when=FIRST_EXCEPTION).done:
-                    future.result()  # the first error, before the others are told to stop
-            except BaseException:
-                self._stop.set()
-                writers.shutdown(cancel_futures=True)
-                raise
-        written = sum(future.result() for future in done)
-        failures, partly_read = tuple(self._failures.values()), tuple(self._partly_read)
-        return CopyReport(written, failures, partly_read, frozenset(self._unproven))
+    def schedule(self, files: Sequence[OpenFile]) -> Iterator[Move]:
+        """Return the moves that make files of one group."""
+        return schedule(files, self._order, self._tensor_reader, partial(RecordReader, self.source.source))
 
-    def _write_group(self, files: Sequence[OutputFile]) -> int:
-        outputs: list[Output] = []
-        partly_read: list[PartlyRead] = []
+    def ahead(self, moves: Iterable[Move]) -> Iterator[tuple[Move, Future[memoryview] | None]]:
+        """Yield moves in order, with bands of later ones read meanwhile, across the borders of parts."""
+        taken: deque[tuple[Move, Future[memoryview] | None]] = deque()
+        for move in moves:
+            data = None
+            if isinstance(move, HandOut) and move.band.nbytes > INLINE_NBYTES:
+                data = self._threads.submit(self.read, move.band)
+            taken.append((move, data))
+            if len(taken) > self._n_ahead:
+                yield taken.popleft()
+        while taken:
+            yield taken.popleft()
+
+    def read(self, band: Band) -> memoryview:
+        """Read a band into a buffer, which is to be given back; zeros stand in place of what cannot be read."""
+        out = self._take()[: band.nbytes]
         try:
-            for file in files:
-                outputs.append(Output(file, self._target.create(file.name)))
-            self._write_parts(outputs, partly_read)
-            for output in outputs:
-                output.require_complete()
-            if self._shared:
-                self._partly_read += partly_read
-            else:
-                self._note_all(settle(self._source, partly_read, 1) if partly_read else ())
-            for output in outputs:
-                if self._failures:  # good for nothing: on an object store finishing would give it its name
-                    output.sink.abort()
-                else:
-                    output.sink.finish()
-        except BaseException:
-            for output in outputs:
-                output.sink.abort()
-            raise
-        return sum(output.written for output in outputs)
-
-    def _write_parts(self, outputs: Sequence[Output], partly_read: list[PartlyRead]) -> None:
-        """Write all parts in order, with bands read ahead across the borders of parts."""
-        ahead: list[tuple[Step, Future[memoryview] | None]] = []
-        for step in schedule(outputs, self._order, self._reader):
-            future = None
-            if isinstance(step, Share | Carried) and step.source.nbytes > INLINE_NBYTES:
-                future = self._readers.submit(self._read, step.source)
-            ahead.append((step, future))
-            if len(ahead) > self._n_ahead:
-                self._write_step(*ahead.pop(0), partly_read)
-        for step, future in ahead:
-            self._write_step(step, future, partly_read)
-
-    def _write_step(self, step: Step, future: Future[memoryview] | None, partly_read: list[PartlyRead]) -> None:
-        if self._stop.is_set():
-            raise _Stopped
-        if isinstance(step, Bytes):
-            output, part = step
-            output.write(part.data if isinstance(part, Literal) else part.make(output.crcs))
-        elif isinstance(step, Begin):
-            for output in step.outputs:
-                output.crcs.append(0)
-        elif isinstance(step, Share | Carried):
-            data = future.result() if future else self._read(step.source)
-            for output, share in step.shares(data):
-                output.crcs[-1] = crc32(share, output.crcs[-1])
-                output.write(share)
-                self._progress(len(share))
-            self._give_back(data)
-        else:
-            self._finish_checks(step, partly_read)
-
-    def _reader(self, fills: Sequence[Fill]) -> TensorReader:
-        return TensorReader(self._source, fills, self._index(fills[0].fqn), self._fail)
-
-    def _index(self, fqn: str) -> ChunkIndex:
-        """Return the chunks of a tensor in order; the last few are kept, for all its boxes come together."""
-        with self._lock:
-            found = self._indexes.get(fqn)
-            if found is None:
-                if len(self._indexes) >= MAX_INDEXES:
-                    self._indexes.pop(next(iter(self._indexes)))
-                found = self._indexes[fqn] = ChunkIndex(self._source.entries[fqn])
-        return found
-
-    def _read(self, step: Band | Run) -> memoryview:
-        buffer = self._take()
-        out = buffer[: step.nbytes]
-        try:
-            if isinstance(step, Band):
-                step.reader.read(step, out)
-            else:
-                self._source.source.read_into(step.record, step.start, out)
-                step.check.update(step.start, out)
+            band.reader.read(band, out)
         except DcptoolError as error:
-            self._fail(str(error), step.where, isinstance(error, UnsupportedError))
+            self._checks.fail(error, band.reader.where)
             out[:] = bytes(len(out))
         return out
 
-    def _finish_checks(self, end: End, partly_read: list[PartlyRead]) -> None:
-        if end.check:
-            message = end.check.problem()
-            if message:
-                self._fail(message, ("", None, end.check.record))
-            return
-        if end.reader is None:
-            return
-        fqn = end.reader.entry.fqn
-        for index, check in end.reader.checks():
-            if check.record.crc32 is None and check.record.nbytes:
-                self._unproven.add(fqn)
-            elif not check.is_whole():
-                partly_read.append(PartlyRead(fqn, index, check.record, tuple(check.pieces)))
-            elif message := check.problem():
-                self._fail(message, (fqn, end.reader.entry.chunks[index], check.record))
-
-    def _fail(self, message: str, where: Where, unsupported: bool = False) -> None:
-        self._note_all([damaged_item(message, where, unsupported)])
-
-    def _note_all(self, failures: Sequence[Finding]) -> None:
-        with self._lock:
-            for finding in failures:
-                self._failures.setdefault((finding.fqn, finding.file, finding.byte_range), finding)
+    def give_back(self, data: memoryview) -> None:
+        """Let the buffer behind a band's bytes be used again."""
+        whole = data.obj
+        if isinstance(whole, bytearray):
+            self._buffers.put(memoryview(whole))
 
     def _take(self) -> memoryview:
         try:
@@ -327,7 +257,7 @@ class _Engine:
         except queue.Empty:
             return memoryview(bytearray(BAND_NBYTES))
 
-    def _give_back(self, data: memoryview) -> None:
-        whole = data.obj
-        if isinstance(whole, bytearray):
-            self._buffers.put(memoryview(whole))
+    def _tensor_reader(self, fills: Sequence[Fill]) -> TensorReader:
+        with self._lock:  # an index is made once
+            chunks = self._index(fills[0].fqn)
+        return TensorReader(self.source.source, fills, chunks, self._checks.fail)

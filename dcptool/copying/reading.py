@@ -1,6 +1,7 @@
-"""Read tensors of a checkpoint band by band, with the CRC32 of every record checked. Knows no format and no output.
+"""Read what parts of files are made of, band by band, with the CRC32 of every record checked. Knows no format.
 
 A band is a row-major piece of a region, of at most BAND_NBYTES bytes; bands are read in any order, by several threads.
+A carried record is read as a row of bytes.
 The bytes of a record are checked as they come; where only parts of it are wanted, what others read of it may be added.
 """
 
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.boxes import BoxReader, ChunkIndex
-from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.extents import Chunk, Record
+from dcptool.checkpoint.entries import Source
+from dcptool.checkpoint.extents import Chunk, Ints, Record
 from dcptool.checkpoint.fill import RecordCheck
 from dcptool.checkpoint.regions import Box, bounding, cut_box, index_in, intersect, volume
 from dcptool.copying.outputs import Fill
-from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
+from dcptool.errors import DcptoolError, LayoutError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,45 +36,88 @@ class Band(NamedTuple):
 
     Attributes:
         reader: what reads it.
-        box: offsets and sizes, in elements of the whole tensor.
+        box: offsets and sizes, in elements of the whole tensor; in bytes of a record.
         nbytes: of its values in the output.
         takers: indexes into the reader's parts with the box that each takes of this one.
     """
 
-    reader: TensorReader
+    reader: PartReader
     box: Box
     nbytes: int
     takers: tuple[tuple[int, Box], ...]
 
-    @property
-    def where(self) -> Where:
-        return self.reader.entry.fqn, None, None
+    def shares(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Yield what each part takes of the band's bytes, by its index."""
+        if len(self.takers) == 1:
+            yield self.takers[0][0], data
+            return
+        array = _elements(data, self.reader.itemsize, self.box[1])
+        for index, common in self.takers:
+            yield index, _bytes_of(array[index_in(self.box, common)])
+
+
+class RecordReader:
+    """Reads a record that is carried as it is, for one part.
+
+    Args:
+        source: of the checkpoint.
+        record: the record.
+    """
+
+    itemsize = 1
+
+    def __init__(self, source: Source, record: Record) -> None:
+        self._source, self.check = source, RecordCheck(record)
+        self.where: Where = "", None, record
+
+    def bands(self) -> Iterator[Band]:
+        """Yield bands that together are the record, in order."""
+        nbytes = self.check.record.nbytes
+        for start in range(0, nbytes, BAND_NBYTES):
+            box = (start,), (min(BAND_NBYTES, nbytes - start),)
+            yield Band(self, box, box[1][0], ((0, box),))
+
+    def read(self, band: Band, out: memoryview) -> None:
+        """Fill `out` with a band's bytes."""
+        start = band.box[0][0]
+        self._source.read_into(self.check.record, start, out)
+        self.check.update(start, out)
 
 
 class TensorReader:
     """Reads boxes of one tensor band by band; bands may be read in any order and by several threads.
 
     Args:
-        source: the checkpoint.
+        source: of the checkpoint.
         parts: what is wanted: boxes of one tensor, all of one dtype.
         chunks: of the tensor.
-        fail: told what cannot be read or does not check, where, and whether its form is unsupported; zeros stand in
-            its place.
+        fail: told what cannot be read or does not check, and where; zeros stand in its place.
+
+    Attributes:
+        entry: the tensor.
+        where: what a failure of a whole band is about.
+        itemsize: bytes of an element in the output.
     """
 
     def __init__(
-        self, source: Checkpoint, parts: Sequence[Fill], chunks: ChunkIndex, fail: Callable[..., None]
+        self, source: Source, parts: Sequence[Fill], chunks: ChunkIndex, fail: Callable[[DcptoolError, Where], None]
     ) -> None:
-        self.entry, self.parts, self._fail = chunks.entry, parts, fail
-        self._boxes = BoxReader(source.source, chunks)
+        self.entry, self._parts, self._chunks, self._fail = chunks.entry, parts, chunks, fail
+        self.where: Where = self.entry.fqn, None, None
+        self._dtype = parts[0].dtype
+        self._boxes = BoxReader(source, self.entry)
         self._checks: dict[int, RecordCheck] = {}
         self._lock = threading.Lock()
 
+    @property
+    def itemsize(self) -> int:
+        return dtypes.lookup(self._dtype).itemsize
+
     def bands(self) -> Iterator[Band]:
         """Yield bands that together hold all that is wanted, in row-major order, which is that of each part too."""
-        itemsize = dtypes.lookup(self.parts[0].dtype).itemsize
+        itemsize = self.itemsize
         wide = max(dtypes.lookup(self.entry.dtype).itemsize, itemsize)
-        wanted = [(index, (part.offsets, part.sizes)) for index, part in enumerate(self.parts) if part.nbytes]
+        wanted = [(index, (part.offsets, part.sizes)) for index, part in enumerate(self._parts) if part.nbytes]
         if not wanted:
             return
         for box in cut_box(bounding([part for _, part in wanted]), BAND_NBYTES // wide):
@@ -86,7 +130,7 @@ class TensorReader:
         """Fill `out` with a band's values."""
         import numpy as np
 
-        stored, wanted = dtypes.numpy_dtype(self.entry.dtype), dtypes.numpy_dtype(self.parts[0].dtype)
+        stored, wanted = dtypes.numpy_dtype(self.entry.dtype), dtypes.numpy_dtype(self._dtype)
         sizes = band.box[1]
         if stored == wanted:
             self._assemble(band.box, np.frombuffer(out, np.uint8).view(wanted).reshape(sizes))
@@ -102,14 +146,14 @@ class TensorReader:
 
     def _assemble(self, box: Box, array: np.ndarray[Any, Any]) -> None:
         covered = 0
-        for index, common in self._boxes.touching(box):
+        for index, common in self._chunks.touching(box):
             covered += volume(common[1])
             part = array[index_in(box, common)]
             try:
                 self._boxes.fill(index, common, part, self._check(index).update)
             except DcptoolError as error:
                 chunk = self.entry.chunks[index]
-                self._fail(str(error), (self.entry.fqn, chunk, None), isinstance(error, UnsupportedError))
+                self._fail(error, (self.entry.fqn, chunk, None))
                 part[...] = _zero(array)
         if covered != volume(box[1]):
             raise LayoutError(f"no chunk holds all of the box at {list(box[0])} sizes {list(box[1])}")
@@ -118,6 +162,10 @@ class TensorReader:
         record = self._boxes.payload(index).record
         with self._lock:
             return self._checks.setdefault(index, RecordCheck(record))
+
+
+PartReader = TensorReader | RecordReader
+"""What reads the bands of a part."""
 
 
 def _common(box: Box, part: Box) -> Box | None:
@@ -129,3 +177,17 @@ def _zero(array: np.ndarray[Any, Any]) -> Any:
     import numpy as np
 
     return np.zeros((), array.dtype)
+
+
+def _elements(data: memoryview, itemsize: int, sizes: Ints) -> np.ndarray[Any, Any]:
+    """Return bytes as an array of elements of that many bytes each, whatever they mean."""
+    import numpy as np
+
+    plain = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(itemsize, f"V{itemsize}")
+    return np.frombuffer(data, np.dtype(plain)).reshape(sizes)
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
+    import numpy as np
+
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

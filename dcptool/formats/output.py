@@ -16,7 +16,7 @@ from dcptool.formats.torch_save import write as torch_save
 from dcptool.words import are
 
 
-class Writer(NamedTuple):
+class OutputFormat(NamedTuple):
     """How output in a format is laid out.
 
     Attributes:
@@ -36,12 +36,12 @@ class Writer(NamedTuple):
     keeping: Callable[[str], str] = lambda path: " takes them"
 
 
-WRITERS = (
-    Writer("torch", torch_save.lay_out, ".pt", is_always_file=True),
-    Writer("safetensors", safetensors.lay_out, SUFFIX, skips_objects=True, keeping=safetensors.keeping),
-    Writer("dcp", dcp.lay_out),
+OUTPUT_FORMATS = (
+    OutputFormat("torch", torch_save.lay_out, ".pt", is_always_file=True),
+    OutputFormat("safetensors", safetensors.lay_out, SUFFIX, skips_objects=True, keeping=safetensors.keeping),
+    OutputFormat("dcp", dcp.lay_out),
 )
-_OF_FILES = (".pth", ".bin", *(writer.suffix for writer in WRITERS if writer.suffix))
+_OF_FILES = (".pth", ".bin", *(writer.suffix for writer in OUTPUT_FORMATS if writer.suffix))
 
 
 def is_one_file(to: str, path: str) -> bool:
@@ -53,7 +53,7 @@ def is_one_file(to: str, path: str) -> bool:
     writer = _writer(to)
     name = path.rpartition("/")[2].lower()
     if writer.is_always_file:
-        other = next((other for other in WRITERS if other.suffix and name.endswith(other.suffix)), writer)
+        other = next((other for other in OUTPUT_FORMATS if other.suffix and name.endswith(other.suffix)), writer)
         if other is not writer:
             raise UnsupportedError(
                 f"{path} ends as {other.to} do, and --to {to} writes a torch.save file: name it {writer.suffix}"
@@ -100,13 +100,15 @@ def lay_out(checkpoint: Checkpoint, selection: Selection, to: str, wanted: Wante
     return laid_out._replace(skipped=tuple(item.entry.fqn for item in selection.objects))
 
 
-def _writer(to: str) -> Writer:
+def _writer(to: str) -> OutputFormat:
     """Return the writer of that name.
 
     Raises:
         UnsupportedError: there is none.
     """
-    found = next((writer for writer in WRITERS if writer.to == to), None)
+    found = next((writer for writer in OUTPUT_FORMATS if writer.to == to), None)
     if found is None:
-        raise UnsupportedError(f"there is no format {to!r}; there are {', '.join(writer.to for writer in WRITERS)}")
+        raise UnsupportedError(
+            f"there is no format {to!r}; there are {', '.join(writer.to for writer in OUTPUT_FORMATS)}"
+        )
     return found

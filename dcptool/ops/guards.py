@@ -10,13 +10,13 @@ from dcptool.checkpoint.findings import Finding, errors, state_of
 from dcptool.checkpoint.selection import Selection, selects
 from dcptool.checks.check import check, cover_problems
 from dcptool.copying.outputs import OutputFile
+from dcptool.copying.pool import Pool
 from dcptool.copying.publishing import Target, leftovers
 from dcptool.errors import ItemError
 from dcptool.formats.detect import open_checkpoint
-from dcptool.ops.diff.bands import Access
 from dcptool.ops.diff.objects import compare_objects
-from dcptool.ops.diff.pool import Pool
 from dcptool.ops.diff.results import DiffOptions
+from dcptool.ops.diff.sides import Access
 from dcptool.ops.diff.values import ValueComparison
 from dcptool.ops.inspect.notes import side_files
 from dcptool.words import cut_lines

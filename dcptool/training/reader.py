@@ -30,7 +30,7 @@ from torch.futures import Future
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import Entry, TensorEntry
-from dcptool.checkpoint.extents import Chunk, Extent, Ints, Payload, Record
+from dcptool.checkpoint.extents import Chunk, Extent, Ints, Payload, Record, place_words
 from dcptool.checkpoint.fill import RecordCheck, fill
 from dcptool.checkpoint.regions import is_contiguous, volume
 from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
@@ -184,9 +184,9 @@ class Reader(StorageReader):  # type: ignore[misc]
             return function(*arguments)
         except DcptoolError as error:
             place = join(self.checkpoint.root, item.file) if item else self._path
-            span = f", bytes {item.byte_offset}–{item.byte_offset + item.nbytes}" if item else ""
             what = error.message.removeprefix(f"{place}: ")
-            raise error.saying(what if place in what else f"{place}{span}: {entry.fqn!r}: {what}") from error
+            where = place_words(item, entry.fqn, (), self.checkpoint.root if item else self._path)
+            raise error.saying(what if place in what else f"{where}: {what}") from error
 
 
 def _local_ranks() -> int:

@@ -29,7 +29,7 @@ from dcptool.formats.dcp.printing import Place
 from dcptool.formats.dcp.reader import collector_paused
 from dcptool.formats.marker import NAME, Marker
 from dcptool.formats.torch_save.graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
-from dcptool.formats.torch_save.zip_write import Member, Template, lay_out_zip, template
+from dcptool.formats.torch_save.zip_write import NewMember, Template, lay_out_zip, template
 from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Node, call, new, ref
 
@@ -232,20 +232,20 @@ def _nbytes(dtype: str, sizes: Ints) -> int:
 def _tensor_zip(dtype: str, sizes: Ints) -> Template:
     """Return the zip of one chunk; a checkpoint has few different ones."""
     members = [
-        Member("data.pkl", Literal(emit(tensor_node(dtype, sizes, "0"), 2))),
-        Member("data/0", Fill("", (), sizes, dtype, _nbytes(dtype, sizes))),
-        *(Member(name, Literal(content)) for name, content in TAIL),
+        NewMember("data.pkl", Literal(emit(tensor_node(dtype, sizes, "0"), 2))),
+        NewMember("data/0", Fill("", (), sizes, dtype, _nbytes(dtype, sizes))),
+        *(NewMember(name, Literal(content)) for name, content in TAIL),
     ]
     return template(members)
 
 
-def _object_members(checkpoint: Checkpoint, item: SelectedObject) -> list[Member]:
+def _object_members(checkpoint: Checkpoint, item: SelectedObject) -> list[NewMember]:
     keys = Keys()
     root = rekey(ObjectGraph(*checkpoint.graph(item.entry)), keys)
     return [
-        Member("data.pkl", Literal(emit(root, 2))),
-        *(Member(f"data/{key}", Verbatim(record)) for key, record in keys.records.items()),
-        *(Member(name, Literal(content)) for name, content in TAIL),
+        NewMember("data.pkl", Literal(emit(root, 2))),
+        *(NewMember(f"data/{key}", Verbatim(record)) for key, record in keys.records.items()),
+        *(NewMember(name, Literal(content)) for name, content in TAIL),
     ]
 
 

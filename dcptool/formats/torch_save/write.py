@@ -12,7 +12,7 @@ from dcptool.checkpoint.selection import Path, SelectedObject, SelectedTensor, S
 from dcptool.copying.outputs import Fill, LaidOut, Literal, OutputFile, Verbatim, Wanted
 from dcptool.errors import LayoutError
 from dcptool.formats.torch_save.graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
-from dcptool.formats.torch_save.zip_write import Member, lay_out_zip
+from dcptool.formats.torch_save.zip_write import NewMember, lay_out_zip
 from dcptool.pickles.emit import emit
 
 MAX_LIST = 1 << 24
@@ -56,9 +56,9 @@ def one_file(checkpoint: Checkpoint, name: str, selection: Selection, flat: bool
             raise LayoutError(f"{item.name!r}: lists would be mostly empty; --nesting flat keeps flat names")
     streamed: dict[str, Fill | Verbatim] = {key: Verbatim(record) for key, record in keys.records.items()}
     streamed |= dict(fills)
-    members = [Member("data.pkl", Literal(emit(root, 2)))]
-    members += [Member(f"data/{key}", streamed[key]) for key in sorted(streamed, key=int)]
-    members += [Member(tail, Literal(content)) for tail, content in TAIL]
+    members = [NewMember("data.pkl", Literal(emit(root, 2)))]
+    members += [NewMember(f"data/{key}", streamed[key]) for key in sorted(streamed, key=int)]
+    members += [NewMember(tail, Literal(content)) for tail, content in TAIL]
     parts, nbytes = lay_out_zip(members)
     return OutputFile(name, nbytes, parts)
 

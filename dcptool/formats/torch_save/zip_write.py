@@ -30,22 +30,22 @@ _DATE = 0x0021
 _STREAMED, _UTF8 = 1 << 3, 1 << 11
 
 
-class Member(NamedTuple):
+class NewMember(NamedTuple):
     """A record of a zip: its name without the archive's folder, and its bytes."""
 
     name: str
     part: Literal | Fill | Verbatim
 
 
-class _Placed(NamedTuple):
+class _PlacedMember(NamedTuple):
     """A member with where its header is, and which of the file's streamed parts it is, -1 for a literal."""
 
-    member: Member
+    member: NewMember
     header_offset: int
     slot: int
 
 
-def lay_out_zip(members: Sequence[Member], first_slot: int = 0) -> tuple[list[Part], int]:
+def lay_out_zip(members: Sequence[NewMember], first_slot: int = 0) -> tuple[list[Part], int]:
     """Lay out one zip.
 
     Args:
@@ -56,12 +56,12 @@ def lay_out_zip(members: Sequence[Member], first_slot: int = 0) -> tuple[list[Pa
         The parts, and their bytes together.
     """
     parts: list[Part] = []
-    placed: list[_Placed] = []
+    placed: list[_PlacedMember] = []
     position, slot = 0, first_slot
     for member in members:
         is_literal = isinstance(member.part, Literal)
         header = _local_header(member, position)
-        placed.append(_Placed(member, position, -1 if is_literal else slot))
+        placed.append(_PlacedMember(member, position, -1 if is_literal else slot))
         parts += [Literal(header), member.part]
         position += len(header) + member.part.nbytes
         if not is_literal:
@@ -103,7 +103,7 @@ class Template(NamedTuple):
         return Closing(len(self.tail), make)
 
 
-def template(members: Sequence[Member]) -> Template:
+def template(members: Sequence[NewMember]) -> Template:
     """Lay out a zip with exactly one streamed record, the bytes of all others being known."""
     parts, _ = lay_out_zip(members)
     at = next(index for index, part in enumerate(parts) if isinstance(part, Fill | Verbatim))
@@ -116,7 +116,7 @@ def template(members: Sequence[Member]) -> Template:
     return Template(head, zeros, tuple(differing[:: _CRC32.size]))
 
 
-def _local_header(member: Member, position: int) -> bytes:
+def _local_header(member: NewMember, position: int) -> bytes:
     """Return a local header that ends where the payload may begin."""
     name = f"{FOLDER}/{member.name}".encode()
     nbytes = member.part.nbytes
@@ -145,7 +145,7 @@ def _descriptor(nbytes: int, slot: int) -> Closing:
     return Closing(form.size, make)
 
 
-def _directory(placed: Sequence[_Placed], position: int) -> Closing:
+def _directory(placed: Sequence[_PlacedMember], position: int) -> Closing:
     def make(crcs: Sequence[int]) -> bytes:
         entries = b"".join(_central(found, crcs) for found in placed)
         return entries + _end(len(placed), len(entries), position)
@@ -154,14 +154,14 @@ def _directory(placed: Sequence[_Placed], position: int) -> Closing:
     return Closing(nbytes + len(_end(len(placed), nbytes, position)), make)
 
 
-def _central_nbytes(found: _Placed) -> int:
+def _central_nbytes(found: _PlacedMember) -> int:
     """Return the length of a member's entry in the directory."""
     nbytes = found.member.part.nbytes
     n_wide = 2 * _is_wide(nbytes) + _is_wide(found.header_offset)
     return _CENTRAL.size + len(f"{FOLDER}/{found.member.name}".encode()) + (4 + 8 * n_wide if n_wide else 0)
 
 
-def _central(found: _Placed, crcs: Sequence[int]) -> bytes:
+def _central(found: _PlacedMember, crcs: Sequence[int]) -> bytes:
     member, header_offset, slot = found
     name = f"{FOLDER}/{member.name}".encode()
     nbytes = member.part.nbytes

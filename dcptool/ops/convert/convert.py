@@ -140,7 +140,7 @@ def convert(
     return _told(plan, options, (*found, *_notes(plan, options, unproven)), time.perf_counter() - began, not dry_run)
 
 
-class _Plan(NamedTuple):
+class _ConvertPlan(NamedTuple):
     """What is to be written from what: the paths that are read, what of the source, what was left out as damaged."""
 
     checkpoint: Checkpoint
@@ -161,7 +161,7 @@ class _Plan(NamedTuple):
         return sum(file.nbytes for file in self.files)
 
 
-def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOptions) -> _Plan:
+def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOptions) -> _ConvertPlan:
     """Open the source, see that it is sound and that output can go where it shall, and lay that out."""
     checkpoint = open_checkpoint(source, options.also)
     sources = (checkpoint.path, *options.also)
@@ -177,10 +177,10 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     require_sound(checkpoint, selection, options.keys, options.exclude, skip_corrupt=skip, hint=hint)
     wanted = Wanted(path, options.objects, options.nesting, options.max_shard_nbytes)
     output = lay_out(checkpoint, selection, to, wanted)
-    return _Plan(checkpoint, sources, path, selection, tuple(corrupt), output)
+    return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output)
 
 
-def _write(plan: _Plan, options: ConvertOptions, progress: Progress | None) -> Collection[str]:
+def _write(plan: _ConvertPlan, options: ConvertOptions, progress: Progress | None) -> Collection[str]:
     """Copy, look at the result, and give it its name; return the fqns of tensors that are stored without checksums."""
     checkpoint, output = plan.checkpoint, plan.output
     threads = options.threads or default_threads()
@@ -198,7 +198,9 @@ def _write(plan: _Plan, options: ConvertOptions, progress: Progress | None) -> C
     return report.unproven
 
 
-def _told(plan: _Plan, options: ConvertOptions, notes: tuple[str, ...], seconds: float, published: bool) -> Conversion:
+def _told(
+    plan: _ConvertPlan, options: ConvertOptions, notes: tuple[str, ...], seconds: float, published: bool
+) -> Conversion:
     """Return what was written, or would be."""
     tensors = plan.selection.tensors
     return Conversion(
@@ -218,7 +220,7 @@ def _told(plan: _Plan, options: ConvertOptions, notes: tuple[str, ...], seconds:
     )
 
 
-def _notes(plan: _Plan, options: ConvertOptions, unproven: Collection[str]) -> tuple[str, ...]:
+def _notes(plan: _ConvertPlan, options: ConvertOptions, unproven: Collection[str]) -> tuple[str, ...]:
     return (
         *_unchecked_notes(plan.selection, options),
         *plan.selection.notes,

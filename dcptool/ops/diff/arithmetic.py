@@ -6,11 +6,9 @@ larger than a few megabytes. Knows neither files nor checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcptool.checkpoint import dtypes
-from dcptool.errors import UnsupportedError
+from dcptool.checkpoint.numbers import SLICE, has_numbers, plain_numbers, slices
 from dcptool.ops.diff.results import DiffOptions, Number
 
 if TYPE_CHECKING:
@@ -18,8 +16,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-SLICE = 1 << 16
-"""Elements that are looked at together."""
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -64,20 +60,6 @@ class Errors(NamedTuple):
     rounded: bool = True
 
 
-def array_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy dtype elements are compared in: of plain bits where a dtype has no numbers.
-
-    Raises:
-        UnsupportedError: dtype unknown to this dcptool.
-    """
-    import numpy as np
-
-    try:
-        return dtypes.numpy_dtype(name)
-    except UnsupportedError:
-        return np.dtype(f"<u{dtypes.lookup(name).itemsize}")
-
-
 def common_dtype(a: str, b: str) -> str | None:
     """Return the dtype two dtypes are compared in, None if their values cannot be compared.
 
@@ -92,11 +74,6 @@ def common_dtype(a: str, b: str) -> str | None:
         return None
     narrow = {name: "complex64" if name == "complex32" else "float32" if _is_small(name) else name for name in (a, b)}
     return str(np.promote_types(narrow[a], narrow[b]))
-
-
-def has_numbers(name: str) -> bool:
-    """Tell whether elements of a dtype are numbers that numpy or ml_dtypes can compute with."""
-    return dtypes.lookup(name).numpy is not None and not name.startswith("float4")
 
 
 def same_bits(a: Array, b: Array, mask: Array) -> bool:
@@ -119,7 +96,7 @@ def compare_arrays(a: Array, b: Array, dtype_a: str, dtype_b: str, options: Diff
     """Compare two arrays element by element.
 
     Args:
-        a, b: same shape, of `array_dtype` of these dtypes.
+        a, b: same shape, of `numbers.array_dtype` of these dtypes.
         dtype_a, dtype_b: torch's names; they have a `common_dtype`.
         options: tolerances; see `DiffOptions`.
     """
@@ -157,7 +134,7 @@ def sum_up(array: Array, dtype: str) -> Sums | None:
         return None
     sums = Sums()
     with np.errstate(all="ignore"):
-        for piece in _slices(array):
+        for piece in slices(array):
             sums = sums.plus(_sums(_wide(plain_numbers(piece))))
     return sums
 
@@ -259,17 +236,6 @@ def _real(array: Array) -> Array:
     return array.real if array.dtype.kind == "c" else array.astype("<f8")
 
 
-def plain_numbers(array: Array) -> Array:
-    """Return an array of numbers as one of a dtype numpy itself computes with; the same values."""
-    if array.dtype.names:
-        parts: Array = array["real"].astype("<c8")
-        parts.imag = array["imag"]
-        return parts
-    if array.dtype.kind == "b":
-        return array.view("<u1")
-    return array if array.dtype.type.__module__ == "numpy" else array.astype("<f4")
-
-
 def _is_small(name: str) -> bool:
     return name.startswith(("bfloat16", "float8"))
 
@@ -306,11 +272,6 @@ def _bits(array: Array) -> Array:
     """Return the elements of a one-dimensional array as unsigned integers; pairs of them for 16-byte elements."""
     itemsize = array.dtype.itemsize
     return array.view("<u8").reshape(-1, 2) if itemsize == 16 else array.view(f"<u{itemsize}")
-
-
-def _slices(array: Array) -> Iterator[Array]:
-    flat = array.reshape(-1)
-    return (flat[start : start + SLICE] for start in range(0, len(flat), SLICE))
 
 
 def _larger(a: float | None, b: float | None) -> float | None:

@@ -13,9 +13,9 @@ from typing import Any
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.selection import select
+from dcptool.copying.pool import Pool
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.ops.diff import live
-from dcptool.ops.diff.bands import Access
 from dcptool.ops.diff.objects import ObjectOutcome, compare_objects
 from dcptool.ops.diff.outline import (
     are_comparable,
@@ -31,9 +31,9 @@ from dcptool.ops.diff.outline import (
     unmatched_notes,
 )
 from dcptool.ops.diff.pairing import Pairing, likely_renames, lone, pair
-from dcptool.ops.diff.pool import Pool
 from dcptool.ops.diff.results import Difference, DiffOptions, DiffReport, Known, Rename, Side
-from dcptool.ops.diff.values import Outcome, ValueComparison
+from dcptool.ops.diff.sides import Access
+from dcptool.ops.diff.values import TensorOutcome, ValueComparison
 from dcptool.storage import Progress
 
 __all__ = ["DiffOptions", "DiffReport", "compare", "compare_checkpoints"]
@@ -96,7 +96,7 @@ def compare_checkpoints(
 ) -> DiffReport:
     """Compare two open checkpoints of any formats and layouts.
 
-    Values are read in bands of at most 4 MiB, `options.threads` at a time: memory does not grow with the checkpoints. A
+    Values are read in boxes of at most 4 MiB, `options.threads` at a time: memory does not grow with the checkpoints. A
     stored record whose values differ has its CRC32 checked; what is damaged is in `unreadable`, and the rest compared.
 
     Args:
@@ -161,7 +161,7 @@ def _all_differences(
             yield layouts[x.fqn]
 
 
-def _of_tensor(x: Known, y: Known, outcome: Outcome) -> Difference | None:
+def _of_tensor(x: Known, y: Known, outcome: TensorOutcome) -> Difference | None:
     if x.dtype != y.dtype:
         return Difference("dtype", x.fqn, y.fqn, x.dtype, y.dtype, values=outcome.values)
     return Difference("values", x.fqn, y.fqn, x.dtype, y.dtype, values=outcome.values) if outcome.values else None

@@ -14,12 +14,12 @@ from dcptool.checkpoint.entries import ObjectEntry
 from dcptool.checkpoint.extents import Extent, Ints, Payload, Record
 from dcptool.checkpoint.fill import fill
 from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.numbers import array_dtype
 from dcptool.checkpoint.regions import cut_box, volume
 from dcptool.errors import ItemError
 from dcptool.formats.torch_save.zip import TorchZip
-from dcptool.ops.diff.arithmetic import array_dtype
-from dcptool.ops.diff.bands import Access, UnreadableError, unreadable
 from dcptool.ops.diff.graphs import Contents, Unequal, brief, first_unequal
+from dcptool.ops.diff.sides import Access, UnreadableError, unreadable
 from dcptool.pickles import plain
 from dcptool.pickles.tensors import TensorView
 from dcptool.storage import Storage

@@ -23,7 +23,7 @@ class DiffOptions(NamedTuple):
             be equal.
         nan_equal: any NaN equals any other; without it only one of the same bits.
         layout: how tensors are cut into chunks is compared too.
-        threads: bands read at the same time, None for the number of processors, at most 8.
+        threads: boxes read at the same time, None for the number of processors, at most 8.
     """
 
     keys: tuple[str, ...] = ()

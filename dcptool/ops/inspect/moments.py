@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcptool.ops.diff.arithmetic import SLICE, plain_numbers
+from dcptool.checkpoint.numbers import plain_numbers, slices
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,12 +105,10 @@ def measure(array: Array, dtype: str) -> Moments:
     """
     import numpy as np
 
-    flat = array.reshape(-1)
     table = np.array([*_FLOAT4, *(-value for value in _FLOAT4)], "<f8") if dtype.startswith("float4") else None
     found = Moments()
     with np.errstate(all="ignore"):
-        for start in range(0, len(flat), SLICE):
-            piece = flat[start : start + SLICE]
+        for piece in slices(array):
             if table is not None:
                 piece = table[np.concatenate((piece & 15, piece >> 4))]
             found = found.plus(_measure(plain_numbers(piece)))

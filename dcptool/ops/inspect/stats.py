@@ -7,28 +7,21 @@ from __future__ import annotations
 
 import os
 import re
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from dcptool.checkpoint import dtypes
-from dcptool.checkpoint.boxes import ChunkIndex, check_whole
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.cover import cover
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Ints
-from dcptool.checkpoint.findings import Finding
-from dcptool.checkpoint.kinds import Severity
-from dcptool.checkpoint.regions import cut_box, volume
+from dcptool.checkpoint.findings import Finding, errors
 from dcptool.checkpoint.selection import globs, select
-from dcptool.copying.engine import damaged_item
-from dcptool.copying.outputs import Fill
-from dcptool.copying.reading import BAND_NBYTES, Band, TensorReader, Where
-from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
+from dcptool.copying.checking import damaged_item
+from dcptool.copying.pool import Pool
+from dcptool.copying.reading import Where
+from dcptool.errors import DcptoolError, UnsupportedError
 from dcptool.formats.detect import open_checkpoint
-from dcptool.ops.diff.pool import Pool
-from dcptool.ops.inspect.moments import Moments, measure
+from dcptool.ops.inspect.measuring import CheckpointReading, Measurement
+from dcptool.ops.inspect.moments import Moments
 from dcptool.storage import Progress
 
 VALUES, MAGNITUDES, UNPACKED = "values", "magnitudes", "unpacked"
@@ -100,7 +93,7 @@ class StatsReport(NamedTuple):
     @property
     def good(self) -> bool:
         """Whether all of them could be read, with nothing changed since they were saved."""
-        return not any(finding.severity is Severity.ERROR for finding in self.findings)
+        return not errors(self.findings)
 
 
 def tensor_stats(
@@ -142,169 +135,63 @@ def stats_of(
     progress: Progress | None = None,
 ) -> StatsReport:
     """Compute statistics of tensors of an open checkpoint; see `tensor_stats`."""
-    run = _Run(checkpoint)
+    reading = CheckpointReading(checkpoint)
     tensors: list[TensorStats] = []
     findings: list[Finding] = []
     nbytes = 0
     with Pool(threads) as pool:
-        for read, moments in pool.run(run.measure, run.reads(entries)):
-            if read.band is not None:
-                read.state.add(moments)
-                nbytes += read.band.nbytes
-                if progress:
-                    progress(read.band.nbytes)
+        for (measurement, band), moments in pool.run(reading.measure, reading.bands(entries)):
+            if band is None:
+                measurement.finish(reading)
+                found, told = _told(checkpoint, measurement)
+                tensors.append(found)
+                findings += told
                 continue
-            found, told = read.state.finish(run)
-            tensors.append(found)
-            findings += told
-    return StatsReport(checkpoint.path, tuple(tensors), (*findings, *_pointed_out(tensors)), nbytes, run.n_unproven)
+            measurement.add(moments)
+            nbytes += band.nbytes
+            if progress:
+                progress(band.nbytes)
+    return StatsReport(checkpoint.path, tuple(tensors), (*findings, *_pointed_out(tensors)), nbytes, reading.n_unproven)
 
 
-class _Read(NamedTuple):
-    """What is read at once: a band of one tensor; None marks the tensor's end."""
-
-    state: _State
-    band: Band | None
-
-
-class _Run:
-    """What is shared by the tensors of one checkpoint while they are read."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self._local = threading.local()
-        self._problems: dict[tuple[str, int, int], str] = {}
-        self.n_unproven = 0
-        # What decompresses an item keeps the result, and is made for one thread.
-        self._lock = threading.Lock() if any(checkpoint.table.transforms) else nullcontext()
-
-    def reads(self, entries: Sequence[TensorEntry]) -> Iterator[_Read]:
-        for entry in entries:
-            state = _State(entry)
-            try:
-                yield from (_Read(state, band) for band in state.bands(self.checkpoint))
-            except DcptoolError as error:
-                state.fail(str(error), (entry.fqn, None, None), isinstance(error, UnsupportedError))
-            yield _Read(state, None)
-
-    def measure(self, read: _Read) -> Moments:
-        if read.band is None or read.state.failures:
-            return Moments()
-        buffer: memoryview | None = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = memoryview(bytearray(BAND_NBYTES))
-        out = buffer[: read.band.nbytes]
-        try:
-            with self._lock:
-                read.band.reader.read(read.band, out)
-        except DcptoolError as error:
-            read.state.fail(str(error), read.band.where, isinstance(error, UnsupportedError))
-            return Moments()
-        import numpy as np
-
-        dtype = read.state.entry.dtype
-        return measure(np.frombuffer(out, np.uint8).view(dtypes.numpy_dtype(dtype)), dtype)
-
-    def damage(self, reader: TensorReader) -> Iterator[tuple[str, Where]]:
-        """Yield what is wrong with the records that were read; what was read in part, others have read or will be."""
-        for index, check in reader.checks():
-            record = check.record
-            key = record.item.file, record.item.byte_offset, record.byte_offset
-            if check.is_whole():
-                self._problems[key] = check.problem()
-            elif key not in self._problems:
-                try:
-                    self._problems[key] = check_whole(self.checkpoint.source, record)
-                except DcptoolError as error:
-                    self._problems[key] = str(error)
-            if self._problems[key]:
-                yield self._problems[key], (reader.entry.fqn, reader.entry.chunks[index], record)
+def _told(checkpoint: Checkpoint, measurement: Measurement) -> tuple[TensorStats, list[Finding]]:
+    """Return the statistics of a tensor that was read, or what of it is damaged."""
+    entry, failures = measurement.entry, measurement.failures
+    stats = TensorStats(entry.fqn, entry.dtype, entry.shape, _measured(entry.dtype))
+    if not failures:
+        return _with_moments(stats, measurement.moments), []
+    error, where = failures[0]
+    return stats._replace(problem=str(error)), [_finding(checkpoint, error, where, len(failures) - 1)]
 
 
-class _State:
-    """How far one tensor is."""
-
-    def __init__(self, entry: TensorEntry) -> None:
-        self.entry = entry
-        self.failures: list[tuple[str, Where, bool]] = []
-        self._reader: TensorReader | None = None
-        self._moments = Moments()
-
-    def fail(self, message: str, where: Where, unsupported: bool = False) -> None:
-        self.failures.append((message, where, unsupported))
-
-    def add(self, moments: Moments) -> None:
-        self._moments = self._moments.plus(moments)
-
-    def bands(self, checkpoint: Checkpoint) -> Iterator[Band]:
-        """Yield bands that together hold each element once, chunk by chunk, which is the order of the files.
-
-        Raises:
-            UnsupportedError: there are no numbers of this dtype.
-            LayoutError: elements are in no chunk, or in several.
-        """
-        entry = self.entry
-        itemsize = dtypes.numpy_dtype(entry.dtype).itemsize
-        if not volume(entry.shape):
-            return
-        found = cover(entry.shape, entry.chunks, max_found=1)
-        if found.gaps:
-            raise LayoutError(f"no chunk holds the {list(found.gaps[0][1])} elements at {list(found.gaps[0][0])}")
-        if found.overlaps:
-            raise LayoutError(f"two chunks hold the elements at {list(found.overlaps[0].offsets)}")
-        boxes = entry.chunks.boxes()
-        reader = TensorReader(
-            checkpoint,
-            [Fill(entry.fqn, (0,) * len(entry.shape), entry.shape, entry.dtype, entry.nbytes)],
-            ChunkIndex(entry),
-            self.fail,
-        )
-        self._reader = reader
-        for offsets, sizes in boxes:
-            for box in cut_box((offsets, sizes), BAND_NBYTES // itemsize) if volume(sizes) else ():
-                yield Band(reader, box, volume(box[1]) * itemsize, ())
-
-    def finish(self, run: _Run) -> tuple[TensorStats, list[Finding]]:
-        """Return the statistics once all bands are there, and findings on what is damaged."""
-        entry, moments = self.entry, self._moments
-        if self._reader and not self.failures:
-            for message, where in run.damage(self._reader):
-                self.fail(message, where)
-            records = [check.record for _, check in self._reader.checks()]
-            run.n_unproven += any(record.crc32 is None and record.nbytes for record in records)
-        self._reader = None
-        head = TensorStats(entry.fqn, entry.dtype, entry.shape, _measured(entry.dtype))
-        if self.failures:
-            message, where, unsupported = self.failures[0]
-            finding = _finding(run.checkpoint, message, where, unsupported, len(self.failures) - 1)
-            return head._replace(problem=message), [finding]
-        stats = head._replace(
-            n_values=moments.n_finite + moments.n_nan + moments.n_inf,
-            n_nan=moments.n_nan,
-            n_inf=moments.n_inf,
-            n_zero=moments.n_zero,
-            min=moments.low,
-            max=moments.high,
-            mean=moments.average,
-            std=moments.deviation,
-            norm=moments.norm,
-        )
-        return stats, []
+def _with_moments(stats: TensorStats, moments: Moments) -> TensorStats:
+    return stats._replace(
+        n_values=moments.n_finite + moments.n_nan + moments.n_inf,
+        n_nan=moments.n_nan,
+        n_inf=moments.n_inf,
+        n_zero=moments.n_zero,
+        min=moments.low,
+        max=moments.high,
+        mean=moments.average,
+        std=moments.deviation,
+        norm=moments.norm,
+    )
 
 
 def _measured(dtype: str) -> str:
     return MAGNITUDES if dtype.startswith("complex") else UNPACKED if dtype.startswith("float4") else VALUES
 
 
-def _finding(checkpoint: Checkpoint, message: str, where: Where, unsupported: bool, n_more: int) -> Finding:
+def _finding(checkpoint: Checkpoint, error: DcptoolError, where: Where, n_more: int) -> Finding:
     fqn, chunk, _ = where
+    unsupported = isinstance(error, UnsupportedError)
     if unsupported and not chunk:
-        return Finding("not-computed", Severity.NOTE, f"no statistics of {fqn!r}: {message}", fqn=fqn)
+        step = error.next_step
+        return Finding.of("not-computed", f"no statistics of {fqn!r}: {error.message}", fqn=fqn, next_step=step)
     more = f" (and {n_more:,} more such chunks of it)" if n_more else ""
+    found = damaged_item(error.saying(error.message + more), where)
     if unsupported:
-        found = damaged_item(message, where, unsupported)
-        return found._replace(message=found.message + more)
-    found = damaged_item(message + more, where)
+        return found
     return found._replace(kind="unreadable", next_step=f"dcptool verify --deep {checkpoint.path}")
 
 
@@ -319,7 +206,7 @@ def _pointed_out(tensors: Sequence[TensorStats]) -> list[Finding]:
         counts = [f"{n:,} {what}" for n, what in ((bad[0].n_nan, "NaN"), (bad[0].n_inf, "infinite")) if n]
         message = f"{_which(bad, 'NaN or infinities')} ({' and '.join(counts)} of {bad[0].n_values:,} values)"
         step = "Nothing recovers from them by itself; look at older steps with --stats too."
-        findings.append(Finding("not-finite", Severity.WARNING, message, fqn=bad[0].fqn, next_step=step))
+        findings.append(Finding.of("not-finite", message, fqn=bad[0].fqn, next_step=step))
     for kind, which, what in (
         ("all-zero", [tensor for tensor in zero if tensor not in untouched], "zeros only"),
         ("never-updated", untouched, "zeros only: no gradient but zero has reached these parameters"),
@@ -327,7 +214,7 @@ def _pointed_out(tensors: Sequence[TensorStats]) -> list[Finding]:
     ):
         if which:
             value = f" ({which[0].min:.4g} everywhere)" if kind == "constant" else ""
-            findings.append(Finding(kind, Severity.NOTE, _which(which, what) + value, fqn=which[0].fqn))
+            findings.append(Finding.of(kind, _which(which, what) + value, fqn=which[0].fqn))
     return findings
 
 

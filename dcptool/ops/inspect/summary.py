@@ -77,7 +77,7 @@ class FileSummary(NamedTuple):
     item_nbytes: int
 
 
-class Group(NamedTuple):
+class NameGroup(NamedTuple):
     """Entries whose names begin alike: counts, elements, bytes, and the dtypes with the most bytes first."""
 
     name: str
@@ -113,7 +113,7 @@ class CheckpointSummary(NamedTuple):
     state: str
     nbytes: int
     files: tuple[FileSummary, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[NameGroup, ...]
     tensors: tuple[TensorSummary, ...]
     objects: tuple[ObjectSummary, ...]
     n_entries: int
@@ -235,7 +235,7 @@ def _unreadable(errors: Mapping[str, Sequence[DcptoolError]]) -> list[Finding]:
     return findings
 
 
-def _groups(tensors: Sequence[TensorSummary], objects: Sequence[ObjectSummary], depth: int) -> tuple[Group, ...]:
+def _groups(tensors: Sequence[TensorSummary], objects: Sequence[ObjectSummary], depth: int) -> tuple[NameGroup, ...]:
     members: dict[str, list[TensorSummary]] = {}
     n_objects: dict[str, int] = {}
     for tensor in tensors:
@@ -251,7 +251,7 @@ def _groups(tensors: Sequence[TensorSummary], objects: Sequence[ObjectSummary], 
             nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
         dtypes = tuple(sorted(nbytes, key=lambda dtype: -nbytes[dtype]))
         elements = sum(tensor.elements for tensor in inside)
-        groups.append(Group(name, len(inside), n_objects.get(name, 0), elements, sum(nbytes.values()), dtypes))
+        groups.append(NameGroup(name, len(inside), n_objects.get(name, 0), elements, sum(nbytes.values()), dtypes))
     return tuple(groups)
 
 

@@ -62,7 +62,7 @@ class Match(NamedTuple):
         return {(self.name, old): (new, length) for old, new, length in places}
 
 
-class _Seen(NamedTuple):
+class _ItemKind(NamedTuple):
     """What an item is: of a tensor its payload, of an object the class of its value."""
 
     payload: Payload | None
@@ -158,7 +158,7 @@ class _Walk:
         try:
             archive = TorchZip(_reads(self._theirs, self._name, item.byte_offset), item.nbytes)
             archive.records(item)
-            theirs = _seen(archive, item)
+            theirs = _kind_of(archive, item)
         except DcptoolError as error:
             raise ItemError(f"{self._their_path}: {name_of(placed)}: {error.message}", next_step=ANOTHER) from error
         if (theirs.payload is None) != (placed.chunk is None):
@@ -169,7 +169,7 @@ class _Walk:
             raise LayoutError(f"{self._path} {end}, before {which}", next_step=CUT)
         try:
             archive = zip_at_start(_reads(self._ours, self._name, position), left, likely_nbytes)
-            ours = _seen(archive, Extent(self._name, position, archive.nbytes))
+            ours = _kind_of(archive, Extent(self._name, position, archive.nbytes))
         except UnsupportedError:
             raise
         except DcptoolError as error:
@@ -226,9 +226,9 @@ def _reads(window: Window, name: str, start: int) -> Read:
     return lambda at, nbytes: window.read(name, start + at, nbytes)
 
 
-def _seen(archive: TorchZip, item: Extent) -> _Seen:
+def _kind_of(archive: TorchZip, item: Extent) -> _ItemKind:
     view, class_name = _kind(archive.content("data.pkl"))
-    return _Seen(payload_of(view, archive, item) if view else None, class_name)
+    return _ItemKind(payload_of(view, archive, item) if view else None, class_name)
 
 
 def _kind(pickled: bytes) -> tuple[TensorView | None, str]:
@@ -243,11 +243,11 @@ def _read_kind(pickled: bytes) -> tuple[TensorView | None, str]:
 _small_kind = functools.lru_cache(1024)(_read_kind)
 
 
-def _words(seen: _Seen, other: _Seen | None = None) -> str:
+def _words(kind: _ItemKind, other: _ItemKind | None = None) -> str:
     """Say what an item is; of a tensor what else differs from the other one, where dtype and shape do not."""
-    if seen.payload is None:
-        return f"an object ({seen.class_name})"
-    payload = seen.payload
+    if kind.payload is None:
+        return f"an object ({kind.class_name})"
+    payload = kind.payload
     words = f"a tensor {payload.dtype} {list(payload.shape)}"
     if other and other.payload and other.payload[1:3] == payload[1:3]:
         words += f" with strides {list(payload.strides)} from element {payload.storage_offset} of a storage of "

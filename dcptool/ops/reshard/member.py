@@ -14,7 +14,8 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import Box
 from dcptool.checkpoint.selection import select
-from dcptool.copying.engine import CopyReport, copy, settle
+from dcptool.copying.checking import settle
+from dcptool.copying.engine import CopyReport, copy
 from dcptool.copying.publishing import Target, prepare, require_place
 from dcptool.errors import ItemError, WorkerError
 from dcptool.formats.dcp.format import METADATA

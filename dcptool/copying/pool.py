@@ -1,4 +1,4 @@
-"""Run jobs on threads, a few ahead of whoever takes the results in order."""
+"""Call a function on threads, a few calls ahead of whoever takes the results in order."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MAX_THREADS = 8
 """Threads where nobody asked for a number: each holds buffers of its own."""
 _AHEAD_PER_THREAD = 4
 
-Job = TypeVar("Job")
+Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
 
 class Pool:
-    """Threads that run jobs; a context manager, which drops what has not begun when it is left.
+    """Threads that call functions; a context manager, which drops what has not begun when it is left.
 
     Args:
         threads: how many; None for the number of processors, at most MAX_THREADS.
@@ -25,7 +25,7 @@ class Pool:
 
     def __init__(self, threads: int | None) -> None:
         self.n_threads = threads or min(os.cpu_count() or 1, MAX_THREADS)
-        self._executor = ThreadPoolExecutor(self.n_threads, "diff")
+        self._executor = ThreadPoolExecutor(self.n_threads, "pool")
 
     def __enter__(self) -> Pool:
         return self
@@ -33,13 +33,16 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self._executor.shutdown(cancel_futures=True)
 
-    def run(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[tuple[Job, Result]]:
-        """Yield each job with its result, in the order of the jobs, which are taken from their source as needed."""
-        ahead: deque[tuple[Job, Future[Result]]] = deque()
-        for job in jobs:
-            ahead.append((job, self._executor.submit(function, job)))
+    def run(
+        self, function: Callable[[Argument], Result], arguments: Iterable[Argument]
+    ) -> Iterator[tuple[Argument, Result]]:
+        """Yield each argument with its result, in order; arguments are taken from their source as needed."""
+        ahead: deque[tuple[Argument, Future[Result]]] = deque()
+        for argument in arguments:
+            ahead.append((argument, self._executor.submit(function, argument)))
             if len(ahead) > self.n_threads * _AHEAD_PER_THREAD:
                 done, future = ahead.popleft()
                 yield done, future.result()
-        for done, future in ahead:
+        while ahead:
+            done, future = ahead.popleft()
             yield done, future.result()

@@ -1,0 +1,122 @@
+"""The common refinement of two layouts: boxes that lie inside one chunk of each. Reads nothing.
+
+It is every non-empty intersection of a chunk of one with a chunk of the other, cut into row-major pieces. Where chunks
+of a side overlap, pieces are of the whole tensor, to be put together from its chunks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from dcptool.checkpoint.chunks import Chunks
+from dcptool.checkpoint.regions import Box, cut_box, first_gap, intersect, volume
+from dcptool.ops.diff.sides import SideReader, UnreadableError
+
+_BATCH_LENGTH = 8
+
+
+class CommonBox(NamedTuple):
+    """A box of both tensors that is read at once, and the indexes of the chunks it lies in; -1 for several."""
+
+    box: Box
+    chunk_a: int
+    chunk_b: int
+
+    @property
+    def n_elements(self) -> int:
+        """How many elements it has."""
+        return volume(self.box[1])
+
+
+class BoxBatch(NamedTuple):
+    """Boxes that one thread reads one after the other; `is_whole`: together they are one chunk of both sides."""
+
+    boxes: Sequence[CommonBox]
+    is_whole: bool
+
+
+def cut(a: SideReader, b: SideReader, max_elements: int) -> Iterator[BoxBatch]:
+    """Yield batches of boxes that together are the whole tensor, each element once; none of a tensor without elements.
+
+    Args:
+        a, b: two tensors of one shape.
+        max_elements: of one box.
+
+    Raises:
+        UnreadableError: a part of the tensor is in no chunk of one side.
+    """
+    shape = a.entry.shape
+    if 0 in shape:
+        return
+    exact = [_is_exact(side) for side in (a, b)]
+    if not all(exact):
+        yield from _batches(((0,) * len(shape), shape), -1, -1, max_elements, False)
+        return
+    boxes = a.entry.chunks, b.entry.chunks
+    for index_a, index_b, box in refinement(*boxes):
+        is_one = boxes[0].box(index_a) == boxes[1].box(index_b)
+        yield from _batches(box, index_a, index_b, max_elements, is_one)
+
+
+def _batches(box: Box, index_a: int, index_b: int, max_elements: int, is_one: bool) -> Iterator[BoxBatch]:
+    """Cut a box into smaller ones; `is_one`: it is one chunk of both sides."""
+    boxes = (CommonBox(piece, index_a, index_b) for piece in cut_box(box, max_elements))
+    is_first = True
+    while batch := tuple(islice(boxes, _BATCH_LENGTH)):
+        yield BoxBatch(batch, is_one and is_first and sum(common.n_elements for common in batch) == volume(box[1]))
+        is_first = False
+
+
+def _is_exact(side: SideReader) -> bool:
+    """Tell whether chunks cover their tensor without overlapping.
+
+    Raises:
+        UnreadableError: they leave a part of it out.
+    """
+    shape, chunks = side.entry.shape, side.entry.chunks
+    boxes = list(chunks.boxes())
+    gap = first_gap(((0,) * len(shape), shape), boxes)
+    if gap:
+        message = f"no chunk holds the {list(gap[1])} elements at {list(gap[0])}"
+        raise UnreadableError(message, side.access, side.entry)
+    return sum(volume(sizes) for _, sizes in boxes) == volume(shape)
+
+
+def refinement(a: Chunks, b: Chunks) -> Iterator[tuple[int, int, Box]]:
+    """Yield (index of a's chunk, index of b's chunk, box) for all that share elements, in the order of a's chunks.
+
+    Chunks of b are looked up by their place along the dimension that is cut most, so the work for any grid is about as
+    much as there are boxes.
+    """
+    where = {box: index for index, box in enumerate(b.boxes())}
+    lookup: _SortedBoxes | None = None
+    for index, box in enumerate(a.boxes()):
+        if box in where and volume(box[1]):
+            yield index, where[box], box
+            continue
+        lookup = lookup or _SortedBoxes(list(b.boxes()))
+        for found, common in lookup.touching(box):
+            yield index, found, common
+
+
+class _SortedBoxes:
+    """Boxes sorted by their first element along the dimension in which they begin at most different places."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes = boxes
+        ndim = len(boxes[0][0]) if boxes else 0
+        self._dim = max(range(ndim), key=lambda dim: len({box[0][dim] for box in boxes}), default=-1)
+        self._ordered = sorted((box[0][self._dim] if ndim else 0, index) for index, box in enumerate(boxes))
+        self._longest = max((box[1][self._dim] for box in boxes), default=1) if ndim else 1
+
+    def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
+        start, size = (box[0][self._dim], box[1][self._dim]) if self._dim >= 0 else (0, 1)
+        first = bisect_left(self._ordered, (start - self._longest + 1, -1))
+        last = bisect_right(self._ordered, (start + size - 1, len(self._boxes)))
+        for _, index in self._ordered[first:last]:
+            common = intersect(box, self._boxes[index])
+            if common:
+                yield index, common
