@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dcptool
-from tests.test_report import HOSTILE, hostile_checkpoint, page_of, regular
+from tests.ops.report.test_report import HOSTILE, hostile_checkpoint, page_of, regular
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")

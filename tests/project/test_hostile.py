@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import FOREIGN, ROOT
 from tests.damage import copy, flip_byte, truncate
-from tests.test_inert import BOMBS, DAMAGED
+from tests.pickles.test_inert import BOMBS, DAMAGED
 
 CHILD = r"""
 import json, os, resource, sys, time

@@ -17,8 +17,8 @@ import dcptool  # noqa: E402
 from dcptool.training import Reader  # noqa: E402
 from tests import damage  # noqa: E402
 from tests.conftest import part  # noqa: E402
+from tests.ops.verify.test_torch_load import LOADABLE  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
-from tests.test_torch_load import LOADABLE  # noqa: E402
 
 
 def blank(checkpoint, fill):

@@ -41,8 +41,8 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
+from tests.ops.inspect.test_cases_inspect import large_metadata  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
-from tests.test_cases_inspect import large_metadata  # noqa: E402
 
 RECORDS, DEEP = VerifyOptions(level=Level.RECORDS), VerifyOptions(level=Level.DEEP)
 

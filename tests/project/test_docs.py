@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 
 from benchmarks.results import how, load, markdown, put
 from benchmarks.rows import MAIN
@@ -12,14 +13,26 @@ from tests.conftest import ROOT
 ROW = re.compile(r"\| (R\d\d) \| (.+?) \| (.+) \|")
 
 
-def functions_of(file: str) -> set[str]:
+FILES = {path.name: path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+
+
+@cache
+def functions_of(file: str) -> frozenset[str]:
     """Names of the tests of a file, those of classes with the class before them."""
-    tree = ast.parse((ROOT / "tests" / file).read_text())
+    if file not in FILES:
+        return frozenset()
+    tree = ast.parse(FILES[file].read_text())
     found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             found |= {f"{node.name}::{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return found
+    return frozenset(found)
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """They are cited by name alone, wherever they lie."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
 
 
 def test_every_case_has_tests_and_every_test_of_a_case_is_listed():
@@ -32,10 +45,10 @@ def test_every_case_has_tests_and_every_test_of_a_case_is_listed():
     for name, test in listed:
         file, _, function = test.partition("::")
         assert function in functions_of(file), f"{name}: {test} is no test"
-    for path in (ROOT / "tests").glob("test_*.py"):
-        for function in functions_of(path.name):
+    for file in FILES:
+        for function in functions_of(file):
             for number in re.findall(r"(?:^|_)r(\d\d)(?=_)", function.rpartition("::")[2]):
-                assert (f"R{number}", f"{path.name}::{function}") in listed
+                assert (f"R{number}", f"{file}::{function}") in listed
 
 
 def test_what_the_documents_cite_is_there():
@@ -62,7 +75,8 @@ def reference() -> str:
     from dcptool.cli import main
 
     parts = [
-        "# Commands\n\nWhat `dcptool COMMAND --help` prints (written by `pytest tests/test_docs.py --update-golden`).\n"
+        "# Commands\n\nWhat `dcptool COMMAND --help` prints "
+        "(written by `pytest tests/project/test_docs.py --update-golden`).\n"
     ]
     # With its parent: what the help option is called is inherited from there.
     parent = click.Context(main, info_name="dcptool", **main.context_settings)

@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 import dcptool  # noqa: E402
-from tests.test_rescue import same_metadata  # noqa: E402
+from tests.ops.rescue.test_rescue import same_metadata  # noqa: E402
 
 
 class Life(NamedTuple):

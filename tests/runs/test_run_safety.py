@@ -25,7 +25,7 @@ from dcptool.storage import LocalStorage, locate
 from tests import damage
 from tests.conftest import FOREIGN, OLD
 from tests.conftest import run as cli
-from tests.test_run_dirs import GOOD, crash, latest, names, plan, saved, verdict
+from tests.runs.test_run_dirs import GOOD, crash, latest, names, plan, saved, verdict
 
 DAY = 86400.0
 
