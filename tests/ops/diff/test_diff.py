@@ -580,7 +580,7 @@ def pairs(draw):
     return *sides, index
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(pairs(), st.integers(1, 9))
 def test_random_layouts_of_one_tensor_are_equal_and_one_flip_is_found(case, band_elements):
     one, other, index = case

@@ -177,7 +177,7 @@ def test_the_number_of_threads_changes_no_bit(tmp_path):
 @example([[2.2250738585e-313] * 2])
 @example([[5e-324], [5e-324, 1e-323]])
 @given(st.lists(st.lists(st.floats(width=64, allow_nan=True, allow_infinity=True), max_size=6), max_size=6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_pieces_merge_to_the_whole(pieces):
     merged = Moments()
     for piece in pieces:

@@ -49,7 +49,7 @@ def cases(draw):
     return shape, mesh, tuple(cuts)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(cases())
 def test_boxes_are_nested_torch_chunks(case):
     shape, mesh, cuts = case
@@ -72,7 +72,7 @@ def test_boxes_are_nested_torch_chunks(case):
         assert all(start >= 0 and start + size <= n for start, size, n in zip(offsets, sizes, shape, strict=True))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases())
 def test_boxes_cover_the_tensor_exactly(case):
     shape, mesh, cuts = case
@@ -81,7 +81,7 @@ def test_boxes_cover_the_tensor_exactly(case):
     assert first_gap(((0,) * len(shape), shape), list(full)) is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(0, 11), min_size=1, max_size=3).map(tuple),
     st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple),
