@@ -170,8 +170,8 @@ def test_safetensors_dtypes_read_equal_to_the_library(tmp_path, dtype):
 
 
 def test_one_row_of_a_large_tensor_reads_little(tmp_path, monkeypatch):
-    rows = 1 << 18
-    state = {"w": torch.arange(rows * 1024, dtype=torch.float32).reshape(rows, 1024)}  # 1 GiB
+    rows = 1 << 14
+    state = {"w": torch.arange(rows * 1024, dtype=torch.float32).reshape(rows, 1024)}  # 64 MiB
     dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
     checkpoint = dcptool.open(tmp_path / "c")
     count = 0
@@ -191,9 +191,9 @@ def test_one_row_of_a_large_tensor_reads_little(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.storage, "read_into", counted_read_into)
     row = checkpoint.read("w", (rows - 1, 0), (1, 1024))
     assert row[0, -1] == rows * 1024 - 1
-    assert count < 1 << 20
+    assert count < 1 << 16
     assert checkpoint.read("w", (rows - 3, 1023), (3, 1)).shape == (3, 1)
-    assert count < 1 << 20
+    assert count < 1 << 16
 
 
 def test_a_record_larger_than_its_view_and_a_flipped_bit(tmp_path):

@@ -12,13 +12,14 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import dcptool  # noqa: E402
-from tests.commands import Commands, Done, Running, wait_for  # noqa: E402
+from tests.commands import HURRY, Commands, Done, Running, wait_for  # noqa: E402
 from tests.conftest import ROOT, run_process  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
 
@@ -77,8 +78,10 @@ class Job:
         self.target = self.out / "step_7"
         self._before = snapshot(source)
 
-    def start(self, *args: object, code: str = "", workers: int = 2, **options) -> Running:
-        code = PRELUDE.format(flags=str(self.flags)) + textwrap.dedent(code)
+    def start(
+        self, *args: object, code: str = "", workers: int = 2, real_time: bool = False, **options: Any
+    ) -> Running:
+        code = ("" if real_time else HURRY) + PRELUDE.format(flags=str(self.flags)) + textwrap.dedent(code)
         command = ["reshard", "--world-size", 3, "--workers", workers, *args, self.source, self.target]
         return self.commands.start(*command, code=code, **options)
 
@@ -139,7 +142,7 @@ class TestLost:
         job.require_error(running, r"^error: rank 1 of 2 was stopped by SIGTERM; nothing was published")
 
     def test_a_worker_is_suspended(self, job):
-        running = job.start("--timeout", "2s", code=SLOW)
+        running = job.start("--timeout", "2s", code=SLOW, real_time=True)
         os.kill(job.wait_until_writing(running)[1], signal.SIGSTOP)
         job.require_error(running, r"^error: rank 1 of 2 gave no sign of life for 2 s", within=10)
 
@@ -151,14 +154,14 @@ class TestLost:
             return real_group(store, rank, *rest)
         supervisor.Group = late
         """
-        running = job.start("--timeout", "2s", code=code)
-        job.require_error(running, r"^error: rank 1 of 2 never arrived, waited 2 s for it", within=8)
+        running = job.start("--timeout", "1s", code=code)
+        job.require_error(running, r"^error: rank 1 of 2 never arrived, waited 1 s for it", within=8)
 
     def test_all_are_suspended_for_longer_than_the_timeout_and_go_on(self, job):
-        running = job.start("--timeout", "2s", code=SLOW)
+        running = job.start("--timeout", "1s", code=SLOW)
         job.wait_until_writing(running)
         os.killpg(running.pid, signal.SIGSTOP)
-        time.sleep(3)
+        time.sleep(1.5)
         os.killpg(running.pid, signal.SIGCONT)
         assert running.wait().code == 0
 
@@ -307,17 +310,17 @@ class TestByHand:
         return job.start(*args, code=code, env={**place, "GLOO_SOCKET_IFNAME": "lo"})
 
     def test_a_rank_that_never_comes(self, job):
-        running = self.start(job, free_port(), 0, 2, "--timeout", "2s")
+        running = self.start(job, free_port(), 0, 2, "--timeout", "1s")
         job.require_error(
             running,
-            r"^error: rank 1 of 2 never arrived, waited 2 s for it; --timeout waits longer\n  RANK, .* are set",
+            r"^error: rank 1 of 2 never arrived, waited 1 s for it; --timeout waits longer\n  RANK, .* are set",
             within=9,
         )
 
     def test_the_meeting_place_does_not_answer(self, job):
         """In a process that imports torch itself: torch's own lines about it must not be seen."""
         place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        done = run_process("reshard", "--world-size", 3, "--timeout", "3s", job.source, job.target, env=place)
+        done = run_process("reshard", "--world-size", 3, "--timeout", "2s", job.source, job.target, env=place)
         assert done.returncode == 3
         assert re.search(
             r"^error: 127.0.0.1:\d+, where the processes meet, does not answer: .*\n  RANK, .* works alone\.\n$",
@@ -355,11 +358,11 @@ class TestByHand:
     @pytest.mark.parametrize(("victim", "number"), [(0, signal.SIGTERM), (1, signal.SIGTERM), (1, signal.SIGKILL)])
     def test_one_is_stopped(self, job, victim, number):
         port = free_port()
-        running = [self.start(job, port, rank, 3, "--timeout", "2s") for rank in range(3)]
+        running = [self.start(job, port, rank, 3, "--timeout", "1s") for rank in range(3)]
         wait_for(lambda: all((job.flags / str(rank)).exists() for rank in range(3)))
         os.kill(running[victim].pid, number)
         done = [one.wait(20) for one in running]
-        how = "was stopped" if number == signal.SIGTERM else "gave no sign of life for 2 s"
+        how = "was stopped" if number == signal.SIGTERM else "gave no sign of life for 1 s"
         for rank, one in enumerate(done):
             assert one.out == ""
             if rank != victim:

@@ -20,18 +20,10 @@ BLOCKS = sorted(set(re.findall(r"```console\n\$ (.*?)\n(.*?)```", EVERY, re.DOTA
 
 
 @pytest.mark.parametrize(("command", "output"), BLOCKS, ids=[command for command, _ in BLOCKS])
-def test_console_blocks_are_real(command, output):
+def test_console_blocks_are_real(commands, command, output):
     program, *arguments = shlex.split(command)
     assert program == "dcptool"
-    done = subprocess.run(
-        [sys.executable, "-m", "dcptool", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "120"},
-        check=False,
-    )
-    assert without_ages(done.stdout) == without_ages(output)
+    assert without_ages(commands.run(*arguments).out) == without_ages(output)
 
 
 def without_ages(text):
@@ -45,17 +37,17 @@ def test_python_blocks_run():
 
 
 def test_the_training_loop_goes_on_with_other_ranks(tmp_path):
+    """By torchrun's agent on two ranks, then as one process without it."""
+    from tests.forks import run_ranks, values
+    from tests.launches import launch, script, told
+
     (tmp_path / "loop.py").write_text(LOOP)
     (tmp_path / "longer.py").write_text(LOOP.replace("STEPS, SAVE_EVERY = 10, 5", "STEPS, SAVE_EVERY = 13, 5"))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "loop.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    told = [
-        subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True
-        ).stdout.splitlines()
-        for command in (torchrun, ["longer.py"])
-    ]
-    assert told == [["from the beginning"] * 2, [f"resumed from {tmp_path}/ckpt/step_10"]]
+    out, longer = tmp_path / "out", tmp_path / "longer"
+    assert values(run_ranks(0, told, out, launch, 2, 0, script, tmp_path, "loop.py")) == [0]
+    values(run_ranks(0, told, longer, script, tmp_path, "longer.py"))
+    assert out.read_text().splitlines() == ["from the beginning"] * 2
+    assert longer.read_text().splitlines() == [f"resumed from {tmp_path}/ckpt/step_10"]
     assert sorted(path.parent.name for path in tmp_path.glob("ckpt/*/_COMPLETE")) == ["step_10", "step_13", "step_5"]
 
 

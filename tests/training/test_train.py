@@ -23,6 +23,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 import dcptool  # noqa: E402
+from tests.forks import run_ranks, values  # noqa: E402
+from tests.launches import launch, told, train  # noqa: E402
 from tests.ops.rescue.test_rescue import same_metadata  # noqa: E402
 
 
@@ -172,10 +174,17 @@ def test_from_4_ranks_to_3_to_2_to_4(lived, reference):
 
 
 def test_killed_and_restarted_by_torchrun_bit_for_bit(tmp_path, reference):
-    """SIGKILL after a step, in the middle of an upload in the background, and of one rank only in one."""
+    """SIGKILL after a step, in the middle of an upload in the background, and of one rank only in one.
+
+    The agent is torchrun's; it forks the ranks. The command torchrun restarts one in the next test.
+    """
     kills = ("--die", "step:5", "--die", "save:8", "--die", "save:10:1")
     options = ("--steps", "11", "--save-every", "2")
-    stdout, stderr = start(tmp_path / "run", 2, *options, *kills, restarts=3).communicate(timeout=280)
+    out = tmp_path / "out"
+    job = arguments(tmp_path / "run", *options, *kills)
+    (code,) = values(run_ranks(0, told, out, launch, 2, 3, train, job, timeout=280))
+    stdout, stderr = out.read_text(), out.with_name("out.err").read_text()
+    assert code == 0, stderr[-3000:]
     assert "SIGKILL" in stderr or "exitcode: -9" in stderr, stderr[-3000:]
     lives = lives_in(stdout)
     assert len(lives) == 4
@@ -193,14 +202,15 @@ def test_killed_and_restarted_by_torchrun_bit_for_bit(tmp_path, reference):
 
 
 def test_sigterm_saves_and_ends(tmp_path):
-    """torchrun passes it on to its workers."""
-    process = start(tmp_path / "run", 2, "--steps", "100000", "--save-every", "100000")
+    """torchrun restarts what was killed, and passes a signal on to its workers."""
+    process = start(tmp_path / "run", 2, "--steps", "100000", "--save-every", "100000", "--die", "step:1:1", restarts=1)
     lines = []
     for line in process.stdout:
         lines.append(line)
         if line.startswith("step 3 "):
             process.send_signal(signal.SIGTERM)
             break
+    assert [line for line in lines if line.startswith("step 1 ")] == 2 * lines[2:3]
     rest, stderr = process.communicate(timeout=60)
     stopped = re.search(r"^stopped at step (\d+)", rest, re.MULTILINE)
     assert stopped, stderr[-3000:]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import pickle
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 import dcptool
 from dcptool.ops.reshard.plan import ReshardOptions, make_plan
-from tests.conftest import ROOT
 from tests.forks import run_ranks, values
 
 pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp
 
-SCRIPT = ROOT / "tests" / "reshard_saves.py"
+from tests import reshard_saves
+
 TENSOR_PARALLEL = ("model.*.up.*=tp:0,dp:0", "model.*.down.weight=tp:1,dp:0", "model.*=dp:0")
 TARGETS = {
     **{f"fsdp{count}": ReshardOptions(count) for count in (1, 2, 3, 4, 6, 7, 8)},
@@ -34,10 +32,7 @@ PAIRS += [("tp2x2", target) for target in ("fsdp4", "tp2x3", "hsdp2x4")] + [("tp
 def saves(tmp_path_factory):
     """One state saved in every layout, by groups of processes of these sizes."""
     folder = tmp_path_factory.mktemp("saves")
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "save", folder], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    values(run_ranks(reshard_saves.N_PROCESSES, reshard_saves.save, folder))
     return folder
 
 
@@ -113,20 +108,16 @@ def test_values_are_those_of_the_source(saves, resharded):
 
 def test_stock_load_and_training_go_on_as_from_the_original(saves, resharded, tmp_path):
     """The same model, optimizer, objects and next losses, bit for bit, on as many ranks as it was made for."""
-    wanted: dict[str, list[str]] = {}
+    wanted: dict[str, list[Path]] = {}
     for (source, target), path in resharded.items():
         if target != "48":
-            wanted.setdefault(target, []).extend([str(saves / source), str(path)])
-    (tmp_path / "paths.json").write_text(json.dumps(wanted))
-    command = [sys.executable, SCRIPT, "load", tmp_path / "paths.json", tmp_path / "found.json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "found.json").read_text())
+            wanted.setdefault(target, []).extend([saves / source, path])
+    found = values(run_ranks(reshard_saves.N_PROCESSES, reshard_saves.load, wanted))[0]
     compared = 0
     for (source, target), path in resharded.items():
         if target == "48":
             continue
-        original, ours = found[f"{target} {saves / source}"], found[f"{target} {path}"]
+        original, ours = found[target, saves / source], found[target, path]
         assert ours["losses"] == original["losses"]
         assert ours["state"] == original["state"]
         assert len(set(ours["losses"])) == 3

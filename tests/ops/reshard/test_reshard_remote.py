@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import dcptool  # noqa: E402
 from dcptool.ops.reshard.reshard import ReshardOptions  # noqa: E402
 from tests import damage  # noqa: E402
-from tests.commands import wait_for  # noqa: E402
+from tests.commands import HURRY, wait_for  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -33,7 +33,9 @@ async def call(self, method, *arguments, **options):
     return await real(self, method, *arguments, **options)
 S3FileSystem._call_s3 = call
 """
-SLOW = """
+SLOW = (
+    HURRY
+    + """
 import os, time
 from dcptool.storage import remote
 from dcptool.ops.reshard import member
@@ -47,9 +49,11 @@ real_finish = remote.RemoteSink.finish
 def finish(self):
     real_finish(self)
     open({flags!r} + f"/{{RANK}}", "w").close()
-    time.sleep({seconds})
+    while {held} and not os.path.exists({flags!r} + "/go"):
+        time.sleep(0.02)
 remote.RemoteSink.finish = finish
 """
+)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +104,7 @@ def test_nothing_is_left_in_the_store(commands, source, s3_url, tmp_path, how):
         here = damage.copy(source, tmp_path / "damaged")
         item = dcptool.open(here)["layers.1.weight"].chunks[3].item
         damage.flip_byte(here / item.file, item.byte_offset + item.nbytes // 2)
-    code = SLOW.format(flags=str(flags), seconds=0 if how == "damaged" else 2)
+    code = SLOW.format(flags=str(flags), held=how != "damaged")
     running = commands.start("reshard", "--world-size", 4, "--workers", 2, here, f"{s3_url}/step_7", code=code)
     if how != "damaged":
         wait_for(lambda: all((flags / str(rank)).exists() for rank in range(2)))
@@ -124,13 +128,14 @@ def test_nothing_is_left_in_the_store(commands, source, s3_url, tmp_path, how):
 def test_a_second_run_to_one_place_removes_nothing_of_the_first(commands, source, s3_url, tmp_path):
     """Both have looked before either had written."""
     target = f"{s3_url}/step_7"
-    slow = SLOW.format(flags=str(tmp_path), seconds=2)
+    slow = SLOW.format(flags=str(tmp_path), held=True)
     blind = "from dcptool.copying import publishing\npublishing._require_nothing_there = lambda path: None\n"
     first = commands.start("reshard", "--world-size", 4, "--workers", 2, source, target, code=slow)
     wait_for(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
     second = commands.run("reshard", "--world-size", 4, "--workers", 2, source, target, code=blind)
     assert second.code == 3
     assert re.search(r"^error: rank \d of 2: s3://.*/__\d_0\.distcp is there already", second.err)
+    (tmp_path / "go").touch()
     assert first.wait().code == 0
     assert dcptool.verify(target, DEEP).good
 
