@@ -113,6 +113,14 @@ def foreign() -> Path:
     return FOREIGN
 
 
+@pytest.fixture
+def run_of(tmp_path):
+    """Gives a run directory with whole steps of these names, without markers, written long ago."""
+    from tests.run_steps import steps
+
+    return lambda *names: steps(tmp_path / "run", *names)
+
+
 @pytest.fixture(scope="session")
 def s3_server():
     """A moto S3 server of our own on loopback; gives its endpoint."""

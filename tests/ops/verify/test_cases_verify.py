@@ -2,15 +2,15 @@
 
 Saves are by torch's own planner and writer. Shown elsewhere already:
 
-* R01: test_run_dirs.py::TestLatest::test_r01_a_save_that_never_finished
-* R02, both halves and a name in both: test_run_dirs.py::TestNodeLocalHalves
+* R01: test_latest.py::TestLatest::test_r01_a_save_that_never_finished
+* R02, both halves and a name in both: test_directory.py::TestNodeLocalHalves
 * R06, every place a bit can flip in: test_verify.py::test_a_flipped_bit, test_flips_that_matter_are_found
-* R19, links, vanishing steps, half-deleted ones: test_run_dirs.py::TestLatest, TestDelete
-* R20, trackers: test_run_dirs.py::TestLatest::test_r20_no_pointer_or_a_pointer_that_is_wrong, test_none_is_an_answer
+* R19, links, vanishing steps, half-deleted ones: test_latest.py::TestLatest, test_prune.py::TestDelete
+* R20, trackers: test_latest.py::TestLatest::test_r20_no_pointer_or_a_pointer_that_is_wrong, test_none_is_an_answer
 * R24, R41, on every format: test_verify.py::test_files_missing_empty_or_too_many, test_a_file_cut_at_every_512_bytes
 * R25, other wrong metadata: test_verify.py::test_metadata_that_is_wrong
 * R26, replicas that differ: test_verify.py::test_values_that_differ_between_ranks_are_told
-* R42, object stores: test_run_dirs.py::TestObjectStore
+* R42, object stores: test_directory.py::TestObjectStore
 * R68, every writer without checksums: test_verify.py::test_what_has_no_checksums_is_counted_and_neither_good_nor_bad
 """
 
@@ -92,7 +92,7 @@ def payload_place(path: Path, fqn: str, chunk: int = 0) -> tuple[Path, int]:
     return path / payload.record.item.file, payload.record.item.byte_offset + payload.record.byte_offset
 
 
-# Both halves together, and a name in both: test_run_dirs.py::TestNodeLocalHalves.
+# Both halves together, and a name in both: test_directory.py::TestNodeLocalHalves.
 def test_r02_each_half_says_whose_files_are_elsewhere(tmp_path):
     whole = sharded(tmp_path / "whole")
     first, second = tmp_path / "a", tmp_path / "b"
@@ -331,7 +331,7 @@ def test_r19_names_in_order_and_only_known_ones(tmp_path):
             ask(tmp_path / "gone")
 
 
-# Trackers of plain steps: test_run_dirs.py::TestLatest::test_r20_no_pointer_or_a_pointer_that_is_wrong.
+# Trackers of plain steps: test_latest.py::TestLatest::test_r20_no_pointer_or_a_pointer_that_is_wrong.
 def test_r20_composite_steps_without_a_tracker_are_found(tmp_path):
     run_dir = tmp_path / "run"
     for number in (10, 20):
