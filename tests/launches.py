@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo  # the first optimizer would import it, in every rank
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -78,7 +78,9 @@ def train(arguments: list[str]) -> None:
 
 
 def main() -> None:
-    import fixtures.train  # noqa: F401 - once for all ranks
+    import torch._dynamo  # noqa: F401 - here, once for all ranks: the first optimizer would
+
+    import fixtures.train  # noqa: F401
 
     for ranks, arguments in json.loads(sys.argv[1]):
         if isinstance(ranks, str):

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from fnmatch import fnmatchcase
@@ -26,6 +25,7 @@ from dcptool.storage import LocalStorage
 from tests import damage
 from tests.conftest import FOREIGN, PARTS, WHOLE
 from tests.conftest import run as cli
+from tests.forks import run_ranks, values
 
 torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
@@ -264,6 +264,19 @@ class TestNames:
             convert(tmp_path / "a.pt", tmp_path / "d", "dcp")
 
 
+def save_of_a_class(_, folder):
+    """In a process of its own: the class is to be gone here."""
+    sys.path.insert(0, str(folder))
+    import gone
+
+    torch.save({"o": gone.C()}, folder / "a.pt")
+
+
+def load_of_a_class(_, folder):
+    sys.path.insert(0, str(folder))
+    return torch.load(folder / "b.pt", weights_only=False)["o"].x
+
+
 class TestFromPt:
     def test_as_torch_converts_it(self, tmp_path):
         from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
@@ -304,21 +317,12 @@ class TestFromPt:
         assert rest == [1, {2}]
 
     def test_classes_are_carried_not_imported(self, tmp_path):
-        script = (
-            "import sys, torch; sys.path.insert(0, sys.argv[1]); import gone; torch.save({'o': gone.C()}, sys.argv[2])"
-        )
         (tmp_path / "gone.py").write_text("class C:\n    def __init__(self): self.x = [1, 2]\n")
-        command = [sys.executable, "-c", script, str(tmp_path), str(tmp_path / "a.pt")]
-        subprocess.run(command, check=True)
+        values(run_ranks(0, save_of_a_class, tmp_path))
         convert(tmp_path / "a.pt", tmp_path / "d", "dcp")
         convert(tmp_path / "d", tmp_path / "b.pt", "torch")
         assert "gone" not in sys.modules
-        script = (
-            "import sys, torch; sys.path.insert(0, sys.argv[1]); o = torch.load(sys.argv[2], weights_only=False)['o']"
-        )
-        script += "; print(o.x)"
-        command = [sys.executable, "-c", script, str(tmp_path), str(tmp_path / "b.pt")]
-        assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "[1, 2]\n"
+        assert values(run_ranks(0, load_of_a_class, tmp_path)) == [[1, 2]]
 
 
 class TestSafety:
