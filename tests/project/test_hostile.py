@@ -1,7 +1,7 @@
 """Input built or broken to harm: under a memory limit, a time cap and an audit hook, the outcome is one clear line.
 
-Everything runs in one child whose audit hook, installed after a warm-up, fails on any import, exec, process, socket
-or file outside the folder under test.
+Everything runs in a child whose audit hook, installed after a warm-up, fails on any import, exec, process, socket or
+file outside the folder under test. It is forked from a process that has done the warm-up.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.damage import copy, flip_byte, truncate
 from tests.pickles.test_inert import BOMBS, DAMAGED
 
 CHILD = r"""
-import json, os, resource, sys, time
+import json, os, resource, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 import dcptool, difflib, shlex, zstandard, numpy, ml_dtypes
 from dcptool.errors import DcptoolError
@@ -45,47 +46,75 @@ def look(path):
                 wrong.append(str(error))
     return wrong[0] if wrong else None
 
-for path in json.loads(sys.argv[2])["warm"]:
+FORBIDDEN = {"import", "exec", "compile", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork",
+             "socket.connect", "ctypes.dlopen", "pickle.find_class"}
+def guarded(paths):
+    '''Look at each path with little memory and time, and under the hook; print what came of it.'''
+    signal.alarm(120)
+    limit = 2 << 30
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    allowed = ""
+    bad = []
+    def hook(event, args):
+        if event in FORBIDDEN:
+            bad.append(f"{event} {args!r}"[:200])
+        elif event == "open" and isinstance(args[0], str) and not args[0].startswith(allowed):
+            bad.append(f"open {args[0]}")
+    sys.addaudithook(hook)
+    results = {}
+    for path in paths:
+        # A file may look at its folder, a folder at nothing outside it.
+        allowed, began = path if os.path.isdir(path) else path.rsplit("/", 1)[0], time.monotonic()
+        bad.clear()
+        try:
+            outcome = ["ok", look(path)]
+        except DcptoolError as error:
+            outcome = ["error", str(error)]
+        except BaseException as error:
+            outcome = ["BUG", f"{type(error).__name__}: {error}"]
+        results[path] = [*outcome, list(bad), time.monotonic() - began]
+    allowed = ""
+    print(json.dumps(results), flush=True)
+
+for path in json.loads(sys.argv[2]):
     look(path)
-limit = 2 << 30
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-allowed = ""
-bad = []
-def hook(event, args):
-    if event in ("import", "exec", "compile", "os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.fork",
-                 "socket.connect", "ctypes.dlopen", "pickle.find_class"):
-        bad.append(f"{event} {args!r}"[:200])
-    elif event == "open" and isinstance(args[0], str) and not args[0].startswith(allowed):
-        bad.append(f"open {args[0]}")
-sys.addaudithook(hook)
-results = {}
-for path in json.loads(sys.argv[2])["paths"]:
-    # A file may look at its folder, a folder at nothing outside it.
-    allowed, began = path if os.path.isdir(path) else path.rsplit("/", 1)[0], time.monotonic()
-    bad.clear()
-    try:
-        outcome = ["ok", look(path)]
-    except DcptoolError as error:
-        outcome = ["error", str(error)]
-    except BaseException as error:
-        outcome = ["BUG", f"{type(error).__name__}: {error}"]
-    results[path] = [*outcome, list(bad), time.monotonic() - began]
-allowed = ""
-print(json.dumps(results))
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        guarded(json.loads(line))
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 SMALL = FOREIGN / "w_nodist"
 
 
+@cache
+def warm_process():
+    """The process that forks the guarded ones: it takes paths and answers with their outcomes and an exit code."""
+    warm = ["w_nodist", "w_noflatten", "xver_t222", "w_zstd", "dtypes_keys_t2130", "hf_sharded", "run_crashed"]
+    command = [sys.executable, "-c", CHILD, str(ROOT), json.dumps([str(FOREIGN / name) for name in warm])]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_of_the_warm_process():
+    yield
+    if warm_process.cache_info().currsize:
+        process = warm_process()
+        process.communicate()
+        warm_process.cache_clear()
+
+
 def outcomes(paths):
     """Look at each path in a guarded child; give [kind, message, forbidden events, seconds] by path."""
-    warm = [str(FOREIGN / name) for name in ("w_nodist", "w_noflatten", "xver_t222", "w_zstd", "dtypes_keys_t2130")]
-    warm += [str(FOREIGN / "hf_sharded"), str(FOREIGN / "run_crashed")]
-    given = json.dumps({"warm": warm, "paths": [str(path) for path in paths]})
-    command = [sys.executable, "-c", CHILD, str(ROOT), given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    process = warm_process()
+    process.stdin.write(json.dumps([str(path) for path in paths]) + "\n")
+    process.stdin.flush()
+    found = json.loads(process.stdout.readline())
+    assert isinstance(found, dict), f"the child ended with {found}"
+    assert json.loads(process.stdout.readline()) == 0
+    return found
 
 
 def check(results, expect_wrong=True):
