@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# The same examples in every run; HYPOTHESIS_PROFILE=default looks for new ones.
-settings.register_profile("repeatable", derandomize=True)
+# The same examples in every run; HYPOTHESIS_PROFILE=searching looks for new ones. How long one takes says how busy the
+# machine is.
+UNHURRIED = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("repeatable", derandomize=True, **UNHURRIED)
+settings.register_profile("searching", **UNHURRIED)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,6 +111,14 @@ def _interruptible():
 def foreign() -> Path:
     """The folder of checkpoints written by other software."""
     return FOREIGN
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    """Gives a run directory with whole steps of these names, without markers, written long ago."""
+    from tests.run_steps import steps
+
+    return lambda *names: steps(tmp_path / "run", *names)
 
 
 @pytest.fixture(scope="session")

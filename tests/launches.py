@@ -1,32 +1,87 @@
-"""Start fixtures/train.py several times by torchrun's own elastic agent, its ranks forked from one process.
+"""Start jobs by torchrun's own elastic agent, its ranks forked from one process.
 
     python tests/launches.py '[[RANKS, [ARGUMENT, …]], …]'
 
-Importing torch and FSDP takes longer than all that these jobs do; here it is done once. Before each start a line
-`launch` is printed, after one that failed `failed` and the exit code of its first rank that did. Instead of a start,
-`[FROM, TO]` copies a folder.
+Importing torch and FSDP takes longer than all that these jobs do; here it is done once. The script starts
+fixtures/train.py several times. Before each start a line `launch` is printed, after one that failed `failed` and the
+exit code of its first rank that did. Instead of a start, `[FROM, TO]` copies a folder.
 """
 
 import json
 import os
+import runpy
 import shutil
 import sys
 import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import torch._dynamo  # the first optimizer would import it, in every rank
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fixtures import train
+
+def launch(ranks: int, restarts: int, function: Callable[..., Any], *arguments: Any) -> int:
+    """Call a function on every rank as torchrun starts a script; returns 0, or the code of the first rank that failed.
+
+    Args:
+        ranks: how many.
+        restarts: how often all are started anew when one fails.
+        function: what each of them does.
+        arguments: of the function.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    # Else a restarted rank may read where a rank of the life before listened (pytorch issue 135712).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    torch.set_num_threads(1)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        start_method="fork",
+    )
+    try:
+        elastic_launch(config, function)(*arguments)
+    except ChildFailedError as error:
+        return error.get_first_failure()[1].exitcode
+    return 0
 
 
-def work(arguments: list[str]) -> None:
+def told(_: int, out: Path, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a process of its own (see `forks.run_ranks`): what is printed goes to `out`, and `out`.err."""
+    for number, path in ((1, out), (2, out.with_name(f"{out.name}.err"))):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    try:
+        return function(*arguments)
+    finally:
+        sys.stdout.flush()
+
+
+def script(folder: Path, name: str) -> None:
+    """Run a script as `python NAME` in a folder does."""
+    os.chdir(folder)
+    sys.argv = [name]
+    runpy.run_path(name, run_name="__main__")
+
+
+def train(arguments: list[str]) -> None:
+    """Run fixtures/train.py with these arguments."""
+    from fixtures import train
+
     sys.argv = ["train.py", *arguments]
     train.main()
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    import torch._dynamo  # noqa: F401 - here, once for all ranks: the first optimizer would
+
+    import fixtures.train  # noqa: F401
+
     for ranks, arguments in json.loads(sys.argv[1]):
         if isinstance(ranks, str):
             shutil.copytree(ranks, arguments)
@@ -34,22 +89,10 @@ def main() -> None:
         if "--reference" not in arguments:  # which must not find it imported
             import dcptool.training  # noqa: F401
         print("launch", flush=True)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            start_method="fork",
-        )
-        try:
-            elastic_launch(config, work)(arguments)
-        except ChildFailedError as error:
-            print("failed", error.get_first_failure()[1].exitcode, flush=True)
+        code = launch(ranks, 0, train, arguments)
+        if code:
+            print("failed", code, flush=True)
 
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"
     main()

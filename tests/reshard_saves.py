@@ -1,26 +1,17 @@
 """Save one state in many layouts, each by a real process group of its size; load them, and train on.
 
-    python tests/reshard_saves.py save OUT
-    python tests/reshard_saves.py load PATHS_JSON RESULT_JSON
-
-Eight processes are forked once torch is imported, and what an optimizer imports: that takes longer than all they do.
+Each of N_PROCESSES ranks of one group calls `save` and `load` (see `forks.run_ranks`); the first of them form the group
+of a layout.
 
 The state is the same in all layouts, bit for bit: parameters are drawn whole and then sharded, and gradients are a
 function of the parameter, so that AdamW, which works element by element, does the same everywhere.
 """
 
 import hashlib
-import json
-import multiprocessing
-import os
-import sys
-import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -29,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-warnings.simplefilter("ignore")
 N_PROCESSES = 8
 LAYOUTS: dict[str, tuple[int, ...]] = {
     "fsdp1": (1,),
@@ -109,7 +99,8 @@ def mesh_of(name: str) -> tuple[DeviceMesh, Any] | None:
     return (mesh, group) if dist.get_rank() < count else None
 
 
-def save(out: Path) -> None:
+def save(_: int, out: Path) -> None:
+    """Save the state in every layout."""
     for name in LAYOUTS:
         found = mesh_of(name)
         if found:
@@ -135,9 +126,9 @@ def digest(state: dict[str, Any]) -> dict[str, str]:
     return found
 
 
-def load(paths: dict[str, list[str]], result: Path) -> None:
-    """For each layout load checkpoints into a fresh model, and train three steps on."""
-    found: dict[str, Any] = {}
+def load(_: int, paths: dict[str, list[Path]]) -> dict[tuple[str, Path], dict[str, Any]]:
+    """For each layout load checkpoints into a fresh model, and train three steps on: the state, and the losses."""
+    found = {}
     for name, sources in paths.items():
         here = mesh_of(name)
         for source in sources if here else ():
@@ -161,34 +152,6 @@ def load(paths: dict[str, list[str]], result: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.detach().item().hex())
-            found[f"{name} {source}"] = {"state": digest(state), "losses": losses}
+            found[name, source] = {"state": digest(state), "losses": losses}
         dist.barrier()
-    if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
-
-
-def work(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, N_PROCESSES), rank=rank, world_size=N_PROCESSES)
-    if sys.argv[1] == "save":
-        save(Path(sys.argv[2]))
-    else:
-        load(json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3]))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [context.Process(target=work, args=(rank, f"{folder}/store")) for rank in range(N_PROCESSES)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    sys.exit(any(worker.exitcode for worker in workers))
-
-
-if __name__ == "__main__":
-    main()
+    return found

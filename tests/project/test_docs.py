@@ -1,0 +1,150 @@
+"""docs/cases.md names tests that exist, for every case once."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+
+import pytest
+
+from benchmarks.results import how, load, markdown, put
+from benchmarks.rows import MAIN
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.kinds import KINDS, Kind, Severity
+from tests.conftest import ROOT
+
+ROW = re.compile(r"\| (R\d\d) \| (.+?) \| (.+) \|")
+
+
+FILES = {path.name: path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+
+
+@cache
+def functions_of(file: str) -> frozenset[str]:
+    """Names of the tests of a file, those of classes with the class before them."""
+    if file not in FILES:
+        return frozenset()
+    tree = ast.parse(FILES[file].read_text())
+    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}::{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return frozenset(found)
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """They are cited by name alone, wherever they lie."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_every_case_has_tests_and_every_test_of_a_case_is_listed():
+    rows = ROW.findall((ROOT / "docs" / "cases.md").read_text())
+    names = [name for name, *_ in rows]
+    assert names == sorted(set(names))
+    assert len(names) == 56
+    listed = {(name, test) for name, _, tests in rows for test in re.findall(r"`([^`]+)`", tests)}
+    assert {name for name, _ in listed} == set(names)
+    for name, test in listed:
+        file, _, function = test.partition("::")
+        assert function in functions_of(file), f"{name}: {test} is no test"
+    for file in FILES:
+        for function in functions_of(file):
+            for number in re.findall(r"(?:^|_)r(\d\d)(?=_)", function.rpartition("::")[2]):
+                assert (f"R{number}", f"{file}::{function}") in listed
+
+
+def test_what_the_documents_cite_is_there():
+    """Every `test_x.py::test_y` is a test, every `dcptool/...` and `tests/...` a file, every link leads somewhere."""
+    cited = 0
+    for document in (ROOT / "docs").glob("*.md"):
+        text = document.read_text()
+        for file, function in re.findall(r"`(?:tests/)?(test_\w+\.py)::([\w:]+)`", text):
+            assert function in functions_of(file), f"{document.name}: {file}::{function} is no test"
+            cited += 1
+        for path in re.findall(r"`((?:dcptool|tests|fixtures|formats|training)/[\w./]+)`", text):
+            within = ROOT if path.startswith(("dcptool/", "tests/", "fixtures/")) else ROOT / "dcptool"
+            assert (within / path).exists(), f"{document.name}: {path} is not there"
+            cited += 1
+        for target in re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", text):
+            assert (document.parent / target).exists(), f"{document.name}: {target} is not there"
+    assert cited > 150
+
+
+def reference() -> str:
+    """The help of every command, as docs/commands.md has it."""
+    import click
+
+    from dcptool.cli import main
+
+    parts = [
+        "# Commands\n\nWhat `dcptool COMMAND --help` prints "
+        "(written by `pytest tests/project/test_docs.py --update-golden`).\n"
+    ]
+    # With its parent: what the help option is called is inherited from there.
+    parent = click.Context(main, info_name="dcptool", **main.context_settings)
+    for name, command in main.commands.items():
+        context = click.Context(command, parent, name, terminal_width=100, max_content_width=100)
+        parts.append(f"## dcptool {name}\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n".join(parts)
+
+
+def test_the_command_reference_is_what_help_prints(pytestconfig):
+    path = ROOT / "docs" / "commands.md"
+    if pytestconfig.getoption("--update-golden"):
+        path.write_text(reference())
+    assert path.read_text() == reference()
+
+
+def test_the_tables_of_speed_are_what_was_measured(pytestconfig):
+    results = load(ROOT / "docs" / "speed.json")
+    shown = [result for result in results if result.row in MAIN and result.medium == "disk"]
+    assert [result.row for result in shown] == list(MAIN)
+    for path, chosen in ((ROOT / "README.md", shown), (ROOT / "docs" / "speed.md", results)):
+        if pytestconfig.getoption("--update-golden"):
+            path.write_text(put(path.read_text(), chosen))
+        assert markdown(chosen) in path.read_text()
+        assert how(chosen) in path.read_text()
+
+
+def kinds_in_code() -> set[str]:
+    """Every word of the table of kinds that stands in code outside it."""
+    table = ROOT / "dcptool" / "checkpoint" / "kinds.py"
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "dcptool").rglob("*.py") if path != table)
+    return {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)} & KINDS.keys()
+
+
+def table_of_kinds() -> str:
+    """The table of kinds of findings, as docs/json.md has it."""
+    rows = [f"| `{name}` | {kind.severity.value} | {_effect(kind)} | {kind.meaning} |" for name, kind in KINDS.items()]
+    return "\n".join(["| kind | severity | state | means |", "|---|---|---|---|", *rows])
+
+
+def _effect(kind: Kind) -> str:
+    return kind.effect.value if kind.severity is Severity.ERROR else ""
+
+
+def test_the_kinds_of_findings_are_those_of_the_table(pytestconfig):
+    path = ROOT / "docs" / "json.md"
+    begin, end = "<!-- kinds -->\n", "\n<!-- end of kinds -->"
+    head, _, rest = path.read_text().partition(begin)
+    if pytestconfig.getoption("--update-golden"):
+        path.write_text(f"{head}{begin}{table_of_kinds()}{end}{rest.partition(end)[2]}")
+    assert f"{begin}{table_of_kinds()}{end}" in path.read_text()
+
+
+def test_every_kind_of_the_table_is_found_by_some_code():
+    assert sorted(KINDS.keys() - kinds_in_code()) == []
+
+
+def test_only_a_kind_of_the_table_can_be_found():
+    with pytest.raises(KeyError, match="no-such-kind"):
+        Finding.of("no-such-kind", "it is not in the table")
+    made = [
+        f"{path.name}:{node.lineno}"
+        for path in (ROOT / "dcptool").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Finding"
+    ]
+    assert made == [], "made by Finding.of, which looks into the table"
