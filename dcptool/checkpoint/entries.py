@@ -51,7 +51,13 @@ Entry = TensorEntry | ObjectEntry
 
 
 class Source(Protocol):
-    """What a format's reader gives a checkpoint to get at its bytes."""
+    """What a format's reader gives a checkpoint to get at its bytes.
+
+    Attributes:
+        unsafe: fqn → what the pickle of an object that was read so far would run, by name; see `pickles.calls`.
+    """
+
+    unsafe: dict[str, tuple[str, ...]]
 
     def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
         """Find the payload of one chunk, stored as `item`, by reading the item's own small header."""

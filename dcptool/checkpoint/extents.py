@@ -86,10 +86,12 @@ class Examined(NamedTuple):
     Attributes:
         payload: of a chunk; None for an object.
         records: all runs of bytes in the item, also those that are no payload.
+        unsafe: what its pickle would run, by name; see `pickles.calls`.
     """
 
     payload: Payload | None
     records: tuple[Record, ...]
+    unsafe: tuple[str, ...] = ()
 
 
 class Chunk(NamedTuple):

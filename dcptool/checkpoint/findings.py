@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint.kinds import KINDS, Effect, Kind, Severity
+from dcptool.words import listed
+
+MAX_NAMED = 3
+DO_NOT_LOAD = "Do not load it with torch; nothing of it was imported or executed here."
 
 
 class Finding(NamedTuple):
@@ -57,6 +61,20 @@ def state_of(findings: Iterable[Finding]) -> str:
     """Return what errors make of a state: the worst of `kinds.Effect`, "complete" if there are none."""
     effects = {finding.traits.effect for finding in errors(findings)}
     return next((effect.value for effect in Effect if effect in effects), "complete")
+
+
+def unsafe_pickle(names: Sequence[str], what: str, *where: Any) -> list[Finding]:
+    """Return the finding that a pickle would run something, none if it would not.
+
+    Args:
+        names: what it would run.
+        what: the pickle, for the message.
+        where: file, fqn, … as of a `Finding`.
+    """
+    if not names:
+        return []
+    message = f"{what} runs code when it is loaded: it calls or names {listed(names, MAX_NAMED)[:300]}"
+    return [Finding.of("unsafe-pickle", message, *where, next_step=DO_NOT_LOAD)]
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

@@ -24,6 +24,8 @@ class Severity(str, Enum):
 class Effect(str, Enum):
     """What an error makes of the state of a checkpoint; of several the first here counts."""
 
+    UNSAFE = "unsafe"
+    """Loading it with torch would run code that is no part of reading values."""
     DAMAGED = "damaged"
     """Something that is there is wrong."""
     INCOMPLETE = "incomplete"
@@ -65,7 +67,12 @@ KINDS = {
     "rank-metadata-missing": _error("`__R.metadata` of some rank is not there", _MISSING, unfinished=True),
     "rank-metadata-damaged": _error("`__R.metadata` of some rank cannot be read"),
     "two-metadata": _note("rank-local metadata lies beside `.metadata`, which is used"),
-    "unknown-global": _warning("the metadata names something DCP's writers do not use; torch would import and call it"),
+    "unsafe-pickle": _error(
+        "a pickle, of metadata, an object, a tensor or a `.pt` file, runs code when loaded", Effect.UNSAFE
+    ),
+    "unknown-global": _warning("the metadata names something DCP's writers do not use; torch would import it"),
+    "unknown-torch-name": _error("the metadata names something inside torch that its writers do not use"),
+    "persistent-id": _error("the metadata refers to something outside it"),
     "no-storage-data": _error("the metadata names no files"),
     "bad-storage-meta": _error("the path it was saved to is damaged in the metadata"),
     # What is not there.

@@ -12,14 +12,14 @@ from dcptool.checks.check import check, cover_problems
 from dcptool.copying.outputs import OutputFile
 from dcptool.copying.pool import Pool
 from dcptool.copying.publishing import Target, leftovers
-from dcptool.errors import ItemError
+from dcptool.errors import ItemError, UnsafePickleError
 from dcptool.formats.detect import open_checkpoint
 from dcptool.ops.diff.objects import compare_objects
 from dcptool.ops.diff.results import DiffOptions
 from dcptool.ops.diff.sides import Access
 from dcptool.ops.diff.values import ValueComparison
 from dcptool.ops.inspect.notes import side_files
-from dcptool.words import cut_lines
+from dcptool.words import cut_lines, listed
 
 MAX_LISTED = 20
 MAX_STEPS = 2
@@ -71,18 +71,43 @@ def require_sound(
         raise ItemError(damaged(checkpoint, found, hint if can_skip else ""))
 
 
+_WHAT = {
+    "other": "cannot be read here",
+    "incomplete": "is not whole",
+    "unsafe": "runs code when it is loaded",
+}
+_WITHOUT_HINT = ("other", "unsafe")
+
+
 def damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
     """Say that a source is damaged and nothing was written: what was found, and what to do.
 
     What is only of a form that cannot be read here is not damaged, and nothing to be left out.
     """
-    what = {"other": "cannot be read here", "incomplete": "is not whole"}.get(state_of(found), "is damaged")
+    state = state_of(found)
+    what = _WHAT.get(state, "is damaged")
     steps = dict.fromkeys(finding.next_step for finding in found if finding.next_step)
     lines = [
         f"{checkpoint.path} {what}, nothing was written:",
         *cut_lines([finding.message for finding in found], MAX_LISTED),
     ]
-    return "\n".join(filter(None, [*lines, *list(steps)[:MAX_STEPS], "" if state_of(found) == "other" else hint]))
+    return "\n".join(filter(None, [*lines, *list(steps)[:MAX_STEPS], "" if state in _WITHOUT_HINT else hint]))
+
+
+def require_safe(checkpoint: Checkpoint, selection: Selection) -> None:
+    """Refuse to carry objects whose pickles run code when they are loaded; they have been read.
+
+    Raises:
+        UnsafePickleError: names them.
+    """
+    unsafe = {item.entry.fqn: checkpoint.source.unsafe.get(item.entry.fqn) for item in selection.objects}
+    lines = [f"{fqn!r} calls or names {listed(names, MAX_STEPS)}" for fqn, names in unsafe.items() if names]
+    if lines:
+        first = next(fqn for fqn, names in unsafe.items() if names)
+        raise UnsafePickleError(
+            "\n".join([f"{checkpoint.path} holds what runs code when it is loaded:", *cut_lines(lines, MAX_LISTED)]),
+            next_step=f"Nothing was written; --exclude {first!r} leaves it out.",
+        )
 
 
 def require_same(place: Target, files: Sequence[OutputFile], selection: Selection) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dcptool.errors import MetadataError
+from dcptool.pickles.calls import Calls
 from dcptool.pickles.machine import Machine, NotKeptError, Take
 from dcptool.pickles.standins import qualified_name
 
@@ -18,7 +19,7 @@ from dcptool.pickles.standins import qualified_name
 def load(
     data: bytes,
     understood: Mapping[str, Callable[..., Any]] | None = None,
-    names: set[str] | None = None,
+    calls: Calls | None = None,
     take: Take | None = None,
 ) -> Any:
     """Load one pickle into stand-ins.
@@ -26,7 +27,7 @@ def load(
     Args:
         data: the pickle; bytes after its STOP are ignored, as `pickle` does.
         understood: functions that are called in place of some names, by `module.name`.
-        names: filled with the `module.name` of everything the pickle would have imported.
+        calls: filled with what the pickle would have imported and called.
         take: may take runs of equal records at once, leaving what it likes in their place.
 
     Returns:
@@ -36,13 +37,14 @@ def load(
         UnsafePickleError: reading it would exhaust memory, the stack or time.
         MetadataError: the bytes are no whole pickle; the message gives the byte.
     """
-    machine = Machine(data, understood or {}, take)
+    calls = calls or Calls()
+    machine = Machine(data, understood or {}, take, calls)
     try:
         return machine.run()
     except MetadataError:
         raise
     except NotKeptError:
-        return load(data, understood, names)
+        return load(data, understood, calls)
     except IndexError:
         # Past the end of the data, or of the stack: which of the two, the position tells.
         if machine.position >= len(data):
@@ -52,5 +54,4 @@ def load(
         what = f"{type(error).__name__}: {error}"[:200]
         raise MetadataError(f"the pickle is damaged at byte {machine.position}: {what}") from None
     finally:
-        if names is not None:
-            names |= {qualified_name(found) for found in machine.globals.values()}
+        calls.names |= {qualified_name(found) for found in machine.globals.values()}

@@ -15,6 +15,7 @@ from itertools import repeat
 from typing import Any, NamedTuple, NoReturn
 
 from dcptool.errors import MetadataError, UnsafePickleError
+from dcptool.pickles.calls import Calls
 from dcptool.pickles.opcodes import COUNTED, FIXED, TEXT
 from dcptool.pickles.standins import Global, Node, PersistentId
 
@@ -56,7 +57,9 @@ _UNSET = Global("", "memo entry that was never set")
 class Machine:
     """Runs the opcodes of one pickle. `position` is the byte after the opcode being run when something goes wrong."""
 
-    def __init__(self, data: bytes, understood: Mapping[str, Callable[..., Any]], take: Take | None) -> None:
+    def __init__(
+        self, data: bytes, understood: Mapping[str, Callable[..., Any]], take: Take | None, calls: Calls
+    ) -> None:
         self.data = data
         self.take = take
         self.runs: list[tuple[int, Taken]] = []
@@ -65,7 +68,7 @@ class Machine:
         self.marks: list[int] = []
         self.memo: list[Any] = []
         self.globals: dict[tuple[str, str], Global] = {}
-        self.understood = understood
+        self.understood, self.calls = understood, calls
         # Steps of hashing: keys are made of the pickle's own bytes, so more means shared tuples that multiply.
         self.long_keys = 0
         self.budget = 16 * len(data) + 100_000
@@ -186,6 +189,7 @@ class Machine:
             position += width
         elif opcode == 0x51:  # BINPERSID
             stack[-1] = PersistentId(stack[-1])
+            self.calls.n_persistent += 1
         elif opcode == 0x95:  # FRAME
             position += 8
             if int.from_bytes(data[position - 8 : position], "little") > len(data) - position:
@@ -214,6 +218,7 @@ class Machine:
                 push(self.memo[int(line) if line.isdigit() else len(self.memo)])
             else:
                 push(TEXT[opcode](line))
+                self.calls.n_persistent += opcode == 0x50
         elif opcode in b"ci":  # GLOBAL, INST
             module, position = self._line(position)
             name, position = self._line(position)
@@ -295,6 +300,7 @@ class Machine:
     def _call(self, function: Any, args: Any) -> Any:
         if not isinstance(args, tuple):
             raise TypeError("arguments of a call are no tuple")
+        self.calls.call(function, args)
         if isinstance(function, Global):
             understood = self.understood.get(f"{function.module}.{function.name}")
             if understood:

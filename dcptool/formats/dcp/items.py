@@ -14,6 +14,7 @@ from dcptool.formats.safetensors.header import Header, read_header
 from dcptool.formats.torch_save import items as torch_items
 from dcptool.formats.torch_save.zip import TorchZip, head_nbytes
 from dcptool.pickles import inert
+from dcptool.pickles.calls import Calls
 from dcptool.storage import Storage
 
 MAX_VALUE_NBYTES = 32 << 20
@@ -34,6 +35,7 @@ class DcpSource:
         self._headers: dict[tuple[str, int], Header] = {}
         self._decoded: OrderedDict[Extent, bytes] = OrderedDict()
         self._limits: dict[Extent, int] = {}
+        self.unsafe: dict[str, tuple[str, ...]] = {}
 
     def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
         nbytes = self._nbytes(item, volume(chunk.sizes) * dtypes.lookup(entry.dtype).itemsize)
@@ -78,7 +80,7 @@ class DcpSource:
 
     def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
         archive, item = self._object_archive(entry)
-        return inert.load(archive.content("data.pkl")), torch_items.storages(archive, item)
+        return self._loaded(entry, archive), torch_items.storages(archive, item)
 
     def over(self, storage: Storage) -> DcpSource:
         return DcpSource(storage)
@@ -87,7 +89,15 @@ class DcpSource:
         archive, _ = self._object_archive(entry)
         if archive.nbytes > MAX_VALUE_NBYTES:
             raise UnsupportedError(f"an object of {archive.nbytes:,} bytes is too large to show")
-        return torch_items.decoded(inert.load(archive.content("data.pkl")), archive)
+        return torch_items.decoded(self._loaded(entry, archive), archive)
+
+    def _loaded(self, entry: ObjectEntry, archive: TorchZip) -> Any:
+        """Load an object's pickle, and note what it would run."""
+        calls = Calls()
+        root = inert.load(archive.content("data.pkl"), calls=calls)
+        if calls.unsafe:
+            self.unsafe[entry.fqn] = calls.unsafe
+        return root
 
     def _object_archive(self, entry: ObjectEntry) -> tuple[TorchZip, Extent]:
         item = entry.item

@@ -17,13 +17,15 @@ from typing import Any, TypeGuard
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.extents import Ints
-from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.findings import Finding, unsafe_pickle
 from dcptool.checkpoint.regions import Box, volume
 from dcptool.errors import MetadataError
 from dcptool.formats.dcp.bulk import BULK_NBYTES, MIN_RECORDS, Bulk, ItemRow, ItemRun
+from dcptool.formats.dcp.format import METADATA
 from dcptool.formats.dcp.tensor_runs import ChunkRun, TensorRow, is_dense
 from dcptool.formats.safetensors.header import LFS_START
 from dcptool.pickles import inert
+from dcptool.pickles.calls import Calls
 from dcptool.pickles.standins import Global, Node, brief, qualified_name
 from dcptool.pickles.tensors import MAX_NDIM
 from dcptool.storage import is_inside
@@ -86,9 +88,9 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
         MetadataError: it is no whole pickle, or none of DCP metadata; says what it looks like instead.
     """
     check_pickle_start(data)
-    names: set[str] = set()
+    calls = Calls()
     take = Bulk(data, min_records).take if len(data) >= BULK_NBYTES or min_records < MIN_RECORDS else None
-    root = inert.load(data, {"torch.Size": _size}, names, take)
+    root = inert.load(data, {"torch.Size": _size}, calls, take)
     fields = _fields(root, "Metadata")
     if "state_dict_metadata" not in fields:
         raise MetadataError(f"it holds a {qualified_name(root)}, not the metadata of a DCP checkpoint")
@@ -96,9 +98,7 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
     if not isinstance(state, dict):
         raise MetadataError("its state_dict_metadata is not a dict")
     records = Records()
-    for name in sorted(name for name in names if not _GLOBALS.fullmatch(name)):
-        message = f"the metadata names {name}, which DCP's writers do not; nothing was imported or executed"
-        records.problems.append(Finding.of("unknown-global", message[:300]))
+    records.problems += _what_it_runs(calls)
     for fqn, record in state.items():
         _add_entry(records, fqn, record)
     if isinstance(storage, dict):
@@ -125,6 +125,24 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
     if storage_meta.get("modules"):
         records.evidence.append("storage_meta names extension modules")
     return records
+
+
+def _what_it_runs(calls: Calls) -> list[Finding]:
+    """Return what the pickle would import or run beyond what writers of DCP let it."""
+    found = unsafe_pickle(calls.unsafe, "the metadata", METADATA)
+    for name in sorted(name for name in calls.names if not _GLOBALS.fullmatch(name)):
+        if name in calls.unsafe:
+            continue
+        if name.startswith("torch."):
+            message = f"the metadata names {name}, which torch's writers do not: a bit of the name may have flipped"
+            step = "A newer dcptool may know it; torch refuses a name that it does not have."
+            found.append(Finding.of("unknown-torch-name", message[:300], next_step=step))
+        else:
+            message = f"the metadata names {name}, which DCP's writers do not; nothing was imported or executed"
+            found.append(Finding.of("unknown-global", message[:300]))
+    if calls.n_persistent:
+        found.append(Finding.of("persistent-id", "the metadata refers to something outside it, which torch refuses"))
+    return found
 
 
 def check_pickle_start(data: bytes) -> None:

@@ -34,6 +34,7 @@ class SafetensorsSource:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
+        self.unsafe: dict[str, tuple[str, ...]] = {}
 
     def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
         record = Record(item, 0, item.nbytes, entry.fqn, None)

@@ -11,6 +11,7 @@ from dcptool.checkpoint.regions import span
 from dcptool.errors import ItemError
 from dcptool.formats.torch_save.zip import TorchZip
 from dcptool.pickles import inert, plain
+from dcptool.pickles.calls import Calls
 from dcptool.pickles.standins import qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
 
@@ -47,7 +48,7 @@ def tensor_payload(archive: TorchZip, item: Extent) -> Payload:
     Raises:
         ItemError: it holds something else, or is damaged.
     """
-    return payload_of(_view(archive.content("data.pkl")), archive, item)
+    return payload_of(_view(archive.content("data.pkl"))[0], archive, item)
 
 
 def examine(archive: TorchZip, item: Extent, is_tensor: bool) -> Examined:
@@ -58,22 +59,25 @@ def examine(archive: TorchZip, item: Extent, is_tensor: bool) -> Examined:
     """
     pickled = archive.content("data.pkl")
     if is_tensor:
-        return Examined(payload_of(_view(pickled), archive, item), archive.records(item))
-    inert.load(pickled)
-    return Examined(None, archive.records(item))
+        view, unsafe = _view(pickled)
+        return Examined(payload_of(view, archive, item), archive.records(item), unsafe)
+    calls = Calls()
+    inert.load(pickled, calls=calls)
+    return Examined(None, archive.records(item), calls.unsafe)
 
 
-def _view(pickled: bytes) -> TensorView:
-    """Return the tensor that is all of an item's pickle."""
+def _view(pickled: bytes) -> tuple[TensorView, tuple[str, ...]]:
+    """Return the tensor that is all of an item's pickle, and what the pickle would run."""
     return _small_view(pickled) if len(pickled) <= MAX_KEPT_NBYTES else _read_view(pickled)
 
 
-def _read_view(pickled: bytes) -> TensorView:
-    root = inert.load(pickled)
+def _read_view(pickled: bytes) -> tuple[TensorView, tuple[str, ...]]:
+    calls = Calls()
+    root = inert.load(pickled, calls=calls)
     view = tensor_view(root)
     if view is None:
         raise ItemError(f"the metadata says tensor, stored is an object of class {qualified_name(root)}")
-    return view
+    return view, calls.unsafe
 
 
 _small_view = functools.lru_cache(4096)(_read_view)

@@ -16,7 +16,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.chunks import ChunkTable
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Payload, Record
-from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.findings import Finding, unsafe_pickle
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import is_contiguous, volume
 from dcptool.errors import DcptoolError, ItemError, MetadataError, UnsupportedError
@@ -24,6 +24,7 @@ from dcptool.formats.torch_save import items as torch_items
 from dcptool.formats.torch_save.format import LEGACY_MAGIC, TORCH_SAVE, is_legacy
 from dcptool.formats.torch_save.zip import TorchZip
 from dcptool.pickles import inert, plain
+from dcptool.pickles.calls import Calls
 from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Global, Node, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
@@ -45,6 +46,7 @@ class TorchSaveSource:
         self._storage, self._item, self._archive = storage, item, archive
         self.views: dict[str, TensorView] = {}
         self.values: dict[str, Any] = {}
+        self.unsafe: dict[str, tuple[str, ...]] = {}  # all of the file is one pickle, looked at when it is opened
 
     def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
         return torch_items.payload_of(self.views[entry.fqn], self._archive, item)
@@ -104,8 +106,8 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
         archive = TorchZip(lambda at, n: storage.read(name, at, n), nbytes)
         if "constants.pkl" in archive.members:
             raise UnsupportedError("it is a TorchScript archive, not a state dict; torch.jit.load reads it")
-        pickled = archive.content("data.pkl")
-        root = inert.load(pickled)
+        pickled, calls = archive.content("data.pkl"), Calls()
+        root = inert.load(pickled, calls=calls)
     except (ItemError, MetadataError) as error:
         raise MetadataError(f"{path}: {error}") from error
     except UnsupportedError as error:
@@ -126,6 +128,7 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
             fqn = _numbered(fqn, entries, again)
             problems.append(Finding.of("duplicate-name", message, name, fqn, severity=Severity.WARNING))
         entries[fqn] = _entry(fqn, entry_path, value, source, table, item, problems)
+    problems += unsafe_pickle(calls.unsafe, name, name)
     problems += _storage_notes(source.views, name)
     evidence = ("a torch.save zip",)
     return Checkpoint(

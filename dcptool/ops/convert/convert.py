@@ -25,6 +25,7 @@ from dcptool.ops.guards import (
     damaged,
     leftover_notes,
     require_equal,
+    require_safe,
     require_same,
     require_sound,
     source_notes,
@@ -177,6 +178,7 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     require_sound(checkpoint, selection, options.keys, options.exclude, skip_corrupt=skip, hint=hint)
     wanted = Wanted(path, options.objects, options.nesting, options.max_shard_nbytes)
     output = lay_out(checkpoint, selection, to, wanted)
+    require_safe(checkpoint, selection)
     return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output)
 
 

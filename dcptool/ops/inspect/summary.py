@@ -12,7 +12,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.chunks import FileUse
 from dcptool.checkpoint.entries import ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Ints
-from dcptool.checkpoint.findings import Finding, errors, state_of
+from dcptool.checkpoint.findings import Finding, errors, state_of, unsafe_pickle
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.layouts import Layout, layouts_of
 from dcptool.checkpoint.regions import volume
@@ -148,6 +148,8 @@ def summarize_checkpoint(
     problems = [*checkpoint.problems, *file_problems(checkpoint), *cover_problems(checkpoint, exact)]
     if state_of(problems) != "incomplete":  # what is not there cannot be read, and is said already
         problems += _unreadable(unreadable)
+    for fqn, calls in checkpoint.source.unsafe.items():
+        problems += unsafe_pickle(calls, repr(fqn), None, fqn)
     decoded = {item.fqn: item.value for item in objects if item.error is None}
     problems += notes(checkpoint, layouts, decoded)
     return CheckpointSummary(

@@ -15,7 +15,7 @@ from dcptool.errors import CheckpointNotFoundError, LayoutError
 from dcptool.formats.dcp.write import Arrangement, DcpLayout, lay_out_dcp
 from dcptool.formats.detect import open_checkpoint
 from dcptool.formats.table import fills_folder
-from dcptool.ops.guards import require_sound
+from dcptool.ops.guards import require_safe, require_sound
 from dcptool.ops.latest import find_latest
 from dcptool.ops.reshard.assign import assign
 from dcptool.ops.reshard.mesh import MAX_RANKS, parse_mesh, parse_placement
@@ -112,6 +112,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
     rules = LayoutRules(checkpoint, selection, wanted)
     arrangement = assign(rules.held(), wanted.n_ranks)
     layout = lay_out_dcp(checkpoint, selection, path, "reshard", arrangement)
+    require_safe(checkpoint, selection)
     notes = (*told, *selection.notes, *layout.notes, *_notes(checkpoint, selection, rules, wanted))
     return Plan(checkpoint, selection, path, arrangement, layout, wanted.n_ranks, notes)
 

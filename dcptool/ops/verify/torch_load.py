@@ -137,7 +137,8 @@ def _refusal(checkpoint: Checkpoint, trust: bool) -> Finding | None:
         message = "rank-local metadata (__R.metadata), no .metadata: torch loads it only at the same number of ranks"
         next_step = "`dcptool convert --to dcp` joins the ranks' metadata into one."
         return Finding.of("torch-cannot-load", message, next_step=next_step, severity=Severity.WARNING)
-    unknown = [problem for problem in checkpoint.problems if problem.kind == "unknown-global"]
+    foreign = {"unsafe-pickle", "unknown-global", "unknown-torch-name"}
+    unknown = [problem for problem in checkpoint.problems if problem.kind in foreign]
     if not unknown or trust:
         return None
     message = f"{unknown[0].message}; torch would import and call it, so torch was not asked"

@@ -38,6 +38,8 @@ class State(str, Enum):
     """Something is not there: the metadata, a file, the end of a file, a part."""
     DAMAGED = "damaged"
     """Something that is there is wrong."""
+    UNSAFE = "unsafe"
+    """Loading it with torch would run code that is no part of reading values."""
     IN_PROGRESS = "in-progress"
     """It is being written."""
     OTHER = "other"

@@ -249,7 +249,8 @@ class TestR16NothingIsExecuted:
         path = step(tmp_path / "run" / "step_1")
         edit_metadata(path, lambda metadata: metadata.planner_data.update(evil=Evil(tmp_path / "executed")))
         verdict = everything(path)
-        (told,) = (finding for finding in verdict.findings if finding.kind == "unknown-global")
+        assert verdict.state is State.UNSAFE
+        (told,) = (finding for finding in verdict.findings if finding.kind == "unsafe-pickle")
         assert "posix.mkdir" in told.message
         (path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "executed")))
         verdict = everything(path)
@@ -261,8 +262,9 @@ class TestR16NothingIsExecuted:
 
     def test_in_an_object(self, tmp_path, everything):
         path = save(tmp_path / "run" / "step_1", {"w": torch.ones(3), "evil": Evil(tmp_path / "executed")})
-        assert everything(path).state is State.COMPLETE
-        dcptool.mark_complete(path, checksums=True)
+        assert everything(path).state is State.UNSAFE
+        with pytest.raises(ItemError, match="is unsafe, not marked"):
+            dcptool.mark_complete(path, checksums=True)
         report = dcptool.verify(path, load=True)
         assert report.good
         assert "1 objects not tried (--trust)" in report.verdicts[0].findings[-1].message
