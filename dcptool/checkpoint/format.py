@@ -24,6 +24,7 @@ class Format:
     Attributes:
         name: "dcp", "torch_save" or "safetensors", in JSON too.
         loader: what else loads it, for messages.
+        suffixes: what names of its files end with, and names of folders do not.
         is_metadata: whether a file, by the last part of its name, says where everything is: it is written last,
             deleted first, and what `mark` hashes.
         is_own: whether a file of that name belongs to checkpoints of the format.
@@ -43,6 +44,7 @@ class Format:
 
     name: str
     loader: str
+    suffixes: tuple[str, ...] = ()
     is_metadata: Callable[[str], bool] = _no
     is_own: Callable[[str], bool] = _no
     rank_of: Callable[[str], int | None] = _unknown

@@ -79,18 +79,7 @@ def check(
         StorageError: the storage itself fails (a damaged file is a finding).
     """
     by_file = FileItems(checkpoint)
-    problems = [
-        *checkpoint.problems,
-        *file_problems(checkpoint, by_file),
-        *extent_problems(checkpoint, by_file),
-        *short_items(checkpoint),
-        *cover_problems(checkpoint, deep=level >= Level.DEEP),
-        *path_problems(checkpoint),
-        *family_problems(checkpoint),
-        *_unprovable(checkpoint),
-    ]
-    if checkpoint.format.boxes_in_files and any(problem.kind == "missing-file" for problem in problems):
-        problems = [problem for problem in problems if problem.kind != "hole"]  # what the missing files held
+    problems = shown_by_metadata(checkpoint, by_file, deep=level >= Level.DEEP)
     if level is Level.METADATA:
         problems += edge_problems(checkpoint, by_file, {problem.file for problem in errors(problems)})
     if written is not None and checkpoint.format.saved_by_ranks:
@@ -103,6 +92,32 @@ def check(
         problems += replica_problems(checkpoint)
         problems += _unverifiable(checkpoint, tally)
     return CheckReport(tuple(worst_first(problems)), level, tally)
+
+
+def shown_by_metadata(
+    checkpoint: Checkpoint, by_file: FileItems | None = None, known_exact: Iterable[str] = (), deep: bool = False
+) -> list[Finding]:
+    """Return what the metadata and the listing of the folder show, without reading data: every command's view.
+
+    Args:
+        checkpoint: an open checkpoint.
+        by_file: its items by file, if somebody has sorted them already.
+        known_exact, deep: as in `cover_problems`.
+    """
+    by_file = by_file or FileItems(checkpoint)
+    problems = [
+        *checkpoint.problems,
+        *file_problems(checkpoint, by_file),
+        *extent_problems(checkpoint, by_file),
+        *short_items(checkpoint),
+        *cover_problems(checkpoint, known_exact, deep),
+        *path_problems(checkpoint),
+        *family_problems(checkpoint),
+        *_unprovable(checkpoint),
+    ]
+    if checkpoint.format.boxes_in_files and any(problem.kind == "missing-file" for problem in problems):
+        problems = [problem for problem in problems if problem.kind != "hole"]  # what the missing files held
+    return problems
 
 
 def cover_problems(checkpoint: Checkpoint, known_exact: Iterable[str] = (), deep: bool = False) -> list[Finding]:

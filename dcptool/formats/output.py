@@ -12,6 +12,7 @@ from dcptool.errors import LayoutError, UnsupportedError
 from dcptool.formats.dcp import write as dcp
 from dcptool.formats.safetensors import write as safetensors
 from dcptool.formats.safetensors.format import SUFFIX
+from dcptool.formats.table import FORMATS
 from dcptool.formats.torch_save import write as torch_save
 from dcptool.words import are
 
@@ -41,7 +42,6 @@ OUTPUT_FORMATS = (
     OutputFormat("safetensors", safetensors.lay_out, SUFFIX, skips_objects=True, keeping=safetensors.keeping),
     OutputFormat("dcp", dcp.lay_out),
 )
-_OF_FILES = (".pth", ".bin", *(writer.suffix for writer in OUTPUT_FORMATS if writer.suffix))
 
 
 def is_one_file(to: str, path: str) -> bool:
@@ -53,15 +53,15 @@ def is_one_file(to: str, path: str) -> bool:
     writer = _writer(to)
     name = path.rpartition("/")[2].lower()
     if writer.is_always_file:
-        other = next((other for other in OUTPUT_FORMATS if other.suffix and name.endswith(other.suffix)), writer)
-        if other is not writer:
+        other = next((known.format for known in FORMATS if name.endswith(known.format.suffixes)), None)
+        if other and writer.suffix not in other.suffixes:
             raise UnsupportedError(
-                f"{path} ends as {other.to} do, and --to {to} writes a torch.save file: name it {writer.suffix}"
+                f"{path} ends as {other} do, and --to {to} writes a torch.save file: name it {writer.suffix}"
             )
         return True
     if writer.suffix and path.endswith(writer.suffix):
         return True
-    if name.endswith(_OF_FILES):
+    if any(name.endswith(known.format.suffixes) for known in FORMATS):
         meant = f"{path.removesuffix(name)}{name.rpartition('.')[0]}"
         wanted = f"name it {meant}{writer.suffix}, or {meant} for a folder" if writer.suffix else f"name it {meant}"
         raise UnsupportedError(f"{path} has a file's name, and --to {to} would make it a folder: {wanted}")

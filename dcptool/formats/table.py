@@ -40,10 +40,10 @@ class KnownFormat(NamedTuple):
 
 FORMATS = (
     KnownFormat(dcp.DCP, open_dcp, dcp.kind_of, dcp.is_file),
-    KnownFormat(torch_save.TORCH_SAVE, open_torch_save, lambda files: None, torch_save.is_file),
     KnownFormat(safetensors.SAFETENSORS, open_safetensors, safetensors.kind_of, safetensors.is_file, safetensors.place),
+    KnownFormat(torch_save.TORCH_SAVE, open_torch_save, lambda files: None, torch_save.is_file),
 )
-"""In the order in which they are asked."""
+"""In the order in which they are asked; torch.save is last, for it takes every zip."""
 
 
 def format_of(files: Mapping[str, int]) -> KnownFormat | None:

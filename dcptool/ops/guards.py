@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding, errors, state_of
 from dcptool.checkpoint.selection import Selection, selects
-from dcptool.checks.check import check, cover_problems
+from dcptool.checks.check import check, shown_by_metadata
 from dcptool.copying.outputs import OutputFile
 from dcptool.copying.pool import Pool
 from dcptool.copying.publishing import Target, leftovers
@@ -111,7 +111,7 @@ def require_safe(checkpoint: Checkpoint, selection: Selection) -> None:
 
 
 def require_same(place: Target, files: Sequence[OutputFile], selection: Selection) -> None:
-    """Open what was written: its shapes, dtypes and lengths must be what was meant, and its boxes an exact cover.
+    """Open what was written: its shapes, dtypes and lengths must be what was meant, and nothing of it missing or wrong.
 
     Raises:
         ItemError: they are not.
@@ -120,10 +120,10 @@ def require_same(place: Target, files: Sequence[OutputFile], selection: Selectio
     meant = Counter((tensor.dtype, tensor.entry.shape) for tensor in selection.tensors)
     found = Counter((entry.dtype, entry.shape) for entry in written.tensors.values())
     different = [file.name for file in place.named(files) if place.storage.size(file.name) != file.nbytes]
-    uncovered = [finding.message for finding in errors(cover_problems(written))]
+    wrong = [finding.message for finding in errors(shown_by_metadata(written))]
     # Objects of a `.pt` file may hold tensors too.
-    if meant - found or different or uncovered:
-        what = [*(meant - found), *different, *uncovered][:3]
+    if meant - found or different or wrong:
+        what = [*(meant - found), *(different or wrong)][:3]
         raise ItemError(f"what was written does not open as what was meant: {what}; this is a bug")
 
 

@@ -57,8 +57,9 @@ def _world_size(used: Iterable[str], files: Mapping[str, int]) -> int | None:
 SAFETENSORS = Format(
     "safetensors",
     "safetensors' load_file",
-    is_index,
-    _is_own,
+    (SUFFIX,),
+    is_metadata=is_index,
+    is_own=_is_own,
     world_size=_world_size,
     holds_objects=False,
     boxes_in_files=True,

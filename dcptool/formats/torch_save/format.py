@@ -19,4 +19,4 @@ def is_file(name: str, start: bytes) -> bool:
     return start.startswith(_ZIP) or is_legacy(start)
 
 
-TORCH_SAVE = Format("torch_save", "torch.load")
+TORCH_SAVE = Format("torch_save", "torch.load", (".pt", ".pth", ".bin"))

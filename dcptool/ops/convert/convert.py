@@ -178,7 +178,7 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     require_sound(checkpoint, selection, options.keys, options.exclude, skip_corrupt=skip, hint=hint)
     wanted = Wanted(path, options.objects, options.nesting, options.max_shard_nbytes)
     output = lay_out(checkpoint, selection, to, wanted)
-    require_safe(checkpoint, selection)
+    require_safe(checkpoint, selection.without_objects() if output.skipped else selection)
     return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output)
 
 

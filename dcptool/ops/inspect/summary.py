@@ -17,8 +17,7 @@ from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.layouts import Layout, layouts_of
 from dcptool.checkpoint.regions import volume
 from dcptool.checkpoint.selection import selects
-from dcptool.checks.check import cover_problems
-from dcptool.checks.files import file_problems
+from dcptool.checks.check import shown_by_metadata
 from dcptool.errors import DcptoolError, UnsupportedError
 from dcptool.ops.inspect.notes import notes
 from dcptool.pickles import plain
@@ -145,7 +144,7 @@ def summarize_checkpoint(
     within = _within_budget(checkpoint, names)
     objects = tuple(_object(checkpoint, fqn, fqn in within, unreadable) for fqn in names)
     exact = (fqn for fqn, found in layouts.items() if found.is_grid)
-    problems = [*checkpoint.problems, *file_problems(checkpoint), *cover_problems(checkpoint, exact)]
+    problems = shown_by_metadata(checkpoint, known_exact=exact)
     if state_of(problems) != "incomplete":  # what is not there cannot be read, and is said already
         problems += _unreadable(unreadable)
     for fqn, calls in checkpoint.source.unsafe.items():

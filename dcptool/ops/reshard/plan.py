@@ -14,7 +14,7 @@ from dcptool.checks.check import cover_problems
 from dcptool.errors import CheckpointNotFoundError, LayoutError
 from dcptool.formats.dcp.write import Arrangement, DcpLayout, lay_out_dcp
 from dcptool.formats.detect import open_checkpoint
-from dcptool.formats.table import fills_folder
+from dcptool.formats.table import FORMATS, fills_folder
 from dcptool.ops.guards import require_safe, require_sound
 from dcptool.ops.latest import find_latest
 from dcptool.ops.reshard.assign import assign
@@ -151,7 +151,8 @@ def default_target(source: str, n_ranks: int) -> str:
         run, _, step = os.path.abspath(source).rpartition("/")
     if not run or run.endswith((":", "/")):
         raise LayoutError(f"{source} has no folder of its own beside which the output could go; name DST")
-    return f"{run}-ws{n_ranks}/{step.removesuffix('.safetensors').removesuffix('.pt')}"
+    suffix = next((end for known in FORMATS for end in known.format.suffixes if step.endswith(end)), "")
+    return f"{run}-ws{n_ranks}/{step.removesuffix(suffix)}"
 
 
 def options_problem(options: ReshardOptions) -> str:

@@ -37,7 +37,7 @@ EXPECTED = {
     "w_noflatten": {"unflattened", "whole-tensors"},
     "torchtitan_dcp/checkpoint/step-2": {"per-rank"},
     "dtypes_keys_t2130": {"integer-keys", "whole-tensors"},
-    "pp_disjoint": {"per-rank", "whole-tensors"},
+    "pp_disjoint": {"family-gap", "per-rank", "whole-tensors"},
     "megatron_tp2/iter_0000010": {"extra-state", "layer-stacks", "side-files", "whole-tensors"},
     "megatron_dp2_fpar/iter_0000010": {"extra-state", "layer-stacks", "side-files", "whole-tensors"},
     "lightning_modelparallel/step=3.ckpt": {"side-files"},

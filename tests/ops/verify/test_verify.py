@@ -518,6 +518,8 @@ def test_metadata_that_is_wrong(fresh, name, change):
     named = [finding for finding in judge(folder, VerifyOptions(level=RECORDS)).findings if finding.fqn == fqn]
     assert named
     assert fqn in named[0].message
+    if level is METADATA:
+        assert kind in {finding.kind for finding in dcptool.summarize(folder).checkpoints[0].problems}
 
 
 @pytest.mark.torchfree
