@@ -80,6 +80,12 @@ KINDS = {
     "short-file": _error("a file is shorter than its metadata or its marker says", _MISSING, of_file=True),
     "lfs-pointer": _error("a file is what Git LFS leaves in its place", _MISSING, of_file=True),
     "missing-part": _error("a part that was asked for, or that all other steps have, is not there", _MISSING),
+    "missing-side-file": _error(
+        "a file beside the checkpoint that a resume needs is not there", _MISSING, unfinished=True
+    ),
+    "cut-side-file": _error("a file beside the checkpoint is empty or cut short", _MISSING, unfinished=True),
+    "damaged-side-file": _error("a file beside the checkpoint is not what it should be"),
+    "not-resumable": _warning("it is complete, and lacks what a resume needs, as one saved for its weights alone"),
     "empty": _error("there is nothing in the folder", _MISSING, unfinished=True),
     # No checkpoint dcptool checks.
     "run-directory": _error("it is a run directory, or several", Effect.UNREAD),

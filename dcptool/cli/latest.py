@@ -10,14 +10,22 @@ from dcptool.cli import options
 @click.command(epilog='Example: torchrun train.py --resume "$(dcptool latest ckpt)"')
 @click.argument("run_dir", type=options.PATH)
 @click.option("--deep", is_flag=True, help="Read every byte of the candidates and check every checksum.")
+@click.option("--weights", is_flag=True, help="Take a step that was saved for its weights alone too.")
 @options.require_marker
 @options.require_parts
 @options.marker
 @options.output
 def latest(
-    run_dir: str, deep: bool, require_marker: bool, require: str, marker: str, as_json: bool, quiet: bool
+    run_dir: str,
+    deep: bool,
+    weights: bool,
+    require_marker: bool,
+    require: str,
+    marker: str,
+    as_json: bool,
+    quiet: bool,
 ) -> int:
-    """Print the path of the newest complete checkpoint of a run.
+    """Print the path of the newest complete checkpoint of a run that a job can resume from.
 
     Steps are looked at newest first, by what is in them, whatever pointer files say. Why newer ones were passed over
     goes to stderr.
@@ -30,7 +38,9 @@ def latest(
     from dcptool.render.latest import latest_json, latest_lines
 
     level = Level.DEEP if deep else Level.METADATA
-    found = find_latest(run_dir, VerifyOptions(level, marker, require_marker, options.parts_of(require)))
+    found = find_latest(
+        run_dir, VerifyOptions(level, marker, require_marker, options.parts_of(require)), weights=weights
+    )
     if not quiet:
         for line in latest_lines(found):
             click.echo(line, err=True)

@@ -9,12 +9,12 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.format import Format
 from dcptool.formats.dcp import format as dcp
 from dcptool.formats.dcp.reader import open_dcp
-from dcptool.formats.marker import FOREIGN, NAME
+from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX
 from dcptool.formats.safetensors import format as safetensors
 from dcptool.formats.safetensors.reader import open_safetensors
 from dcptool.formats.torch_save import format as torch_save
 from dcptool.formats.torch_save.reader import open_torch_save
-from dcptool.storage import Storage, base_name
+from dcptool.storage import Storage, base_name, is_temporary
 
 Open = Callable[[Storage, Mapping[str, int], str], Checkpoint]
 """Open what is in a folder, given the sizes of its files by name, or the one file of a name in it; "" for all of it."""
@@ -65,6 +65,16 @@ def is_metadata(name: str) -> bool:
 def is_own_name(name: str) -> bool:
     """Tell whether a name is one that files of checkpoints have."""
     return any(known.format.is_own(name) for known in FORMATS)
+
+
+def beside(files: Iterable[str], marker: str = NAME) -> list[str]:
+    """Return the files that by their names belong to no checkpoint and no marker: what a trainer put beside them."""
+    markers = {marker, NAME, *FOREIGN, *NEGATIVE}
+    return [
+        name for name in files
+        if not (is_own_name(name) or is_metadata(name) or base_name(name) in markers or is_temporary(name))
+        and not name.endswith((NEGATIVE_SUFFIX, ".tmp"))
+    ]  # fmt: skip
 
 
 def vouching(files: Iterable[str], marker: str = NAME) -> list[str]:

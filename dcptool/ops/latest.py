@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.steps import step_number, step_order
+from dcptool.checks.side_files import patterns_of
 from dcptool.errors import CheckpointNotFoundError, DcptoolError
-from dcptool.formats.detect import find_parts
+from dcptool.formats.detect import find_parts, open_part
 from dcptool.formats.marker import is_of_save, marker_in
+from dcptool.ops.verify.siblings import lacking_files, lacking_groups, lacking_parts, without_marker
 from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions
-from dcptool.ops.verify.verify import judge_step, missing_parts, without_marker
+from dcptool.ops.verify.verify import judge_step
+from dcptool.runs.activity import list_files
 from dcptool.runs.directory import find_runs, listed, require_run
 from dcptool.runs.pointers import pointer_problems, read_pointers
 from dcptool.storage import Location, Storage, join, locate
@@ -71,16 +74,22 @@ def find_steps(run_dir: str | os.PathLike[str]) -> tuple[Step, ...]:
 
 
 def find_latest(
-    run_dir: str | os.PathLike[str], options: VerifyOptions = DEFAULTS, *, before: str | None = None
+    run_dir: str | os.PathLike[str],
+    options: VerifyOptions = DEFAULTS,
+    *,
+    before: str | None = None,
+    weights: bool = False,
 ) -> Latest:
-    """Find the newest complete step of a run directory, newest first.
+    """Find the newest complete step of a run directory that a job can resume from, newest first.
 
-    Every step is judged by what is in it. Of steps older than the answer at most the markers and the listings are read.
+    Every step is judged by what is in it. Of steps older than the answer the markers and the listings are read, and the
+    metadata of a few where the answer has no optimizer. If no step can be resumed from, the newest complete one it is.
 
     Args:
         run_dir: local path or URL.
         options: how closely to look, and what is asked; see `VerifyOptions`.
         before: name of a step; only what stands before it is looked at.
+        weights: whether the newest complete step is wanted even if it was saved for its weights alone.
 
     Returns:
         The newest complete step, why newer ones were passed over, and what pointers say that is not so.
@@ -106,10 +115,13 @@ def find_latest(
         if verdict is None:  # deleted meanwhile
             continue
         verdict = _beside_older(verdict, storage, newest_first[position + 1 :], options)
-        if verdict.state is State.COMPLETE:
+        if verdict.state is State.COMPLETE and (weights or verdict.resumable is not False):
             answer = verdict
             break
         skipped.append(verdict)
+    if answer is None:
+        answer = next((verdict for verdict in skipped if verdict.state is State.COMPLETE), None)
+        skipped = skipped[: skipped.index(answer)] if answer else skipped
     pointers = pointer_problems(run, read_pointers(run), answer.name if answer else None)
     return Latest(run.path, answer, tuple(skipped), tuple(pointers))
 
@@ -118,21 +130,51 @@ def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[str], opti
     """Return the verdict on a step with what only comparing it with older ones shows."""
     if verdict.state is not State.COMPLETE:
         return verdict
-    siblings = [parts for name in older[:MAX_SIBLINGS] if (parts := _part_names(storage, name))]
-    common = frozenset.intersection(*siblings) if siblings else frozenset()
-    lacking = missing_parts(verdict, len(siblings), common)
-    if lacking:
-        return verdict._replace(state=State.INCOMPLETE, findings=(*lacking, *verdict.findings))
-    if verdict.marker is None:
+    siblings = [found for name in older[:MAX_SIBLINGS] if (found := _sibling(storage, name, options.marker))]
+    verdict = lacking_parts(verdict, len(siblings), _of_all(found.parts for found in siblings))
+    verdict = lacking_files(verdict, len(siblings), _of_all(found.patterns for found in siblings))
+    if verdict.state is State.COMPLETE and verdict.resumable is not False and not _has_optimizer(verdict.groups):
+        groups = [found.groups(storage) for found in siblings]
+        verdict = lacking_groups(verdict, len(siblings), _of_all(groups))
+    if verdict.state is State.COMPLETE and verdict.marker is None:
         for other in older:
             if is_of_save(marker_in(storage.below(other), options.marker)):
                 return without_marker(verdict, other)
     return verdict
 
 
-def _part_names(storage: Storage, step: str) -> frozenset[str]:
-    """Return the parts of another step, none if it cannot be listed: that says nothing of this one."""
+class _Sibling(NamedTuple):
+    """An older step as its listing shows it: its name, its parts, patterns of the files beside them."""
+
+    name: str
+    parts: frozenset[str]
+    patterns: frozenset[str]
+
+    def groups(self, storage: Storage) -> frozenset[str]:
+        """Open its parts, and return the first parts of the names of their entries."""
+        location = Location(storage.below(self.name), None)
+        try:
+            opened = [open_part(location, part) for part in self.parts]
+        except DcptoolError:
+            return frozenset()
+        return frozenset(fqn.partition(".")[0] for checkpoint in opened for fqn in checkpoint)
+
+
+def _sibling(storage: Storage, step: str, marker: str) -> _Sibling | None:
+    """Look at another step; None if it has no parts, or cannot be listed: that says nothing of this one."""
+    location = Location(storage.below(step), None)
     try:
-        return frozenset(part.name for part in find_parts(Location(storage.below(step), None), below_whole=True))
+        parts = frozenset(part.name for part in find_parts(location, below_whole=True))
+        return _Sibling(step, parts, patterns_of(list_files(location), marker)) if parts else None
     except DcptoolError:
-        return frozenset()
+        return None
+
+
+def _of_all(sets: Iterable[frozenset[str]]) -> list[str]:
+    found = list(sets)
+    return sorted(frozenset.intersection(*found)) if found else []
+
+
+def _has_optimizer(groups: Sequence[str]) -> bool:
+    """Tell whether an optimizer is there by its name, so that older steps' metadata need not be read to compare."""
+    return any("optim" in group.lower() for group in groups)

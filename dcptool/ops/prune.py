@@ -73,7 +73,8 @@ def plan_prune(
 ) -> PrunePlan:
     """Decide which steps of a run to delete. Reads nothing.
 
-    Only complete steps count toward `keep`. Never deleted are the newest complete step, whole ones newer than it, what
+    Only complete steps count toward `keep`. Never deleted are the newest complete step, the newest of them that a job
+    can resume from, whole ones newer than it, what
     a pointer names, what a kept step has links into, what is being written, what could not be read, and what is no DCP
     checkpoint.
 
@@ -96,12 +97,15 @@ def plan_prune(
     ordered = sorted(verdicts, key=lambda verdict: step_order(verdict.name))
     complete = [verdict.name for verdict in ordered if verdict.state is State.COMPLETE]
     newest = dict(zip(reversed(complete), range(1, keep + 1), strict=False))
+    resumable = [v.name for v in ordered if v.state is State.COMPLETE and v.resumable is not False]
     named = {target: name for name, target in (pointers or {}).items()}
 
     def decide(verdict: Verdict) -> tuple[bool, str]:
         name, state = verdict.name, verdict.state
         if name in newest:
             return True, "newest complete step" if newest[name] == 1 else f"one of the newest {keep} complete steps"
+        if name in resumable[-1:]:
+            return True, "newest complete step to resume from"
         if name in named:
             return True, f"the pointer {named[name]} names it"
         if state is State.COMPLETE:

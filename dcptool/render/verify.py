@@ -51,22 +51,31 @@ def verify_text(report: VerifyReport, width: int) -> str:
         found = [finding for finding in verdict.findings if finding.severity is not Severity.NOTE]
         if found:
             blocks.append("\n".join([f"{shown(verdict.name)}: {verdict.state.value}", *finding_lines(found)]))
+    return "\n\n".join([*blocks, _newest(report)])
+
+
+def _newest(report: VerifyReport) -> str:
     complete = [verdict for verdict in report.verdicts if verdict.state is State.COMPLETE]
-    blocks.append(
-        f"newest complete step: {shown(complete[-1].path)}"
-        if complete
-        else "no step is complete: nothing to resume from"
-    )
-    return "\n\n".join(blocks)
+    resumable = [verdict for verdict in complete if verdict.resumable is not False]
+    if not complete:
+        return "no step is complete: nothing to resume from"
+    if complete[-1:] == resumable[-1:]:
+        return f"newest complete step: {shown(complete[-1].path)}"
+    found = f"to resume from: {shown(resumable[-1].path)}" if resumable else "none of them can be resumed from"
+    return f"newest complete step {found}; {shown(complete[-1].name)} is newer, without all that a resume needs"
 
 
 def _verdict_text(verdict: Verdict) -> str:
     facts = [["state", verdict.state.value]]
+    if verdict.resume.framework:
+        facts.append(["saved by", verdict.resume.framework])
     for part in verdict.parts:
         ranks = f", {plural(part.world_size, 'rank')}" if part.world_size else ""
         counts = f"{plural(part.n_tensors, 'tensor')}, {plural(part.n_objects, 'object')}"
         facts.append([shown(part.name) if part.name else "format", f"{shown(part.flavour)}{ranks}, {counts}"])
     facts.append(["files", f"{plural(verdict.n_files, 'file')}, {nbytes(verdict.nbytes)}"])
+    if verdict.side_files.names:
+        facts.append(["beside", _beside(verdict)])
     facts.append(["marker", _marker_text(verdict.marker)])
     facts.append(["checked", _checked(verdict)])
     label = max(len(name) for name, _ in facts) + 2
@@ -87,6 +96,14 @@ def _checked(verdict: Verdict) -> str:
         return f"the headers of {items}{unread}; --deep reads every byte"
     unsure = f", {tally.n_unverifiable:,} of them without checksums" if tally.n_unverifiable else ""
     return f"every byte of {items}, {nbytes(tally.nbytes)}{unsure}{unread}"
+
+
+def _beside(verdict: Verdict) -> str:
+    side = verdict.side_files
+    unproven = (
+        f", {side.n_unproven:,} of them ({nbytes(side.unproven_nbytes)}) without checksums" if side.n_unproven else ""
+    )
+    return plural(len(side.names), "file") + unproven
 
 
 def _marker_word(marker: Marker | None) -> str:
@@ -138,7 +155,15 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
         "state": verdict.state.value,
         "level": verdict.level.name.lower(),
         "marker": None if verdict.marker is None else _marker_json(verdict.marker),
+        "framework": verdict.resume.framework or None,
+        "resumable": verdict.resumable,
+        "lacks": list(verdict.resume.lacks),
         "parts": [part._asdict() for part in verdict.parts],
+        "side_files": {
+            "names": list(verdict.side_files.names),
+            "n_unproven": verdict.side_files.n_unproven,
+            "unproven_nbytes": verdict.side_files.unproven_nbytes,
+        },
         "n_files": verdict.n_files,
         "nbytes": verdict.nbytes,
         "written": verdict.written,

@@ -11,6 +11,14 @@ from dcptool.errors import DcptoolError
 from dcptool.formats.marker import NEGATIVE_SUFFIX, negative_marker
 from dcptool.storage import DirEntry, Location, is_url, join, locate, walk
 
+_NOT_YET = {
+    "no-metadata": "no metadata yet",
+    "rank-metadata-missing": "metadata of some ranks not yet there",
+    "missing-side-file": "files beside the checkpoint not yet there",
+    "cut-side-file": "files beside the checkpoint not yet whole",
+}
+"""What a save in its middle lacks, by the kind of finding that tells it, the earliest first."""
+
 
 def list_files(location: Location) -> dict[str, DirEntry]:
     """Return what is in a folder and below it, by name; of a file itself only.
@@ -71,8 +79,7 @@ def sign_of_writing(
     if age >= age_limit:
         return None
     what = "a file was written" if after else "the folder was made"
-    of_ranks = unfinished == {"rank-metadata-missing"}
-    lacking = "metadata of some ranks not yet there" if of_ranks else "no metadata yet"
+    lacking = next((what for kind, what in _NOT_YET.items() if kind in unfinished), "no metadata yet")
     message = f"{lacking}, and {what} {max(age, 0):,.0f} s ago: perhaps still being saved"
     return Finding.of("being-written", message)
 

@@ -33,4 +33,3 @@ def test_a_resharded_file_becomes_a_folder_without_its_suffix(suffix):
 def test_every_format_is_in_the_pages(known):
     said = (ROOT / "docs/json.md").read_text()
     assert all(line.count(known.format.name) for line in said.splitlines() if '"format": "dcp | ' in line)
-    assert known.format.loader.split()[-1] in (ROOT / "docs/formats.md").read_text() + (ROOT / "README.md").read_text()

@@ -16,7 +16,8 @@ from dcptool import errors
 from tests.conftest import ROOT
 
 ROOMS = (
-    "errors words storage checkpoint pickles copying formats checks groups runs ops render training cli __main__"
+    "errors words storage checkpoint pickles copying formats frameworks "
+    "checks groups runs ops render training cli __main__"
 ).split()
 HEAVY = {"torch", "numpy", "ml_dtypes", "fsspec", "zstandard", "s3fs", "safetensors"}
 MODULES = sorted((ROOT / "dcptool").rglob("*.py"))

@@ -101,10 +101,17 @@ class TestComposite:
         assert names(dcptool.verify(composite).verdicts)[-1] == ("global_step_30", "incomplete")
 
     def test_parts_that_are_asked_for(self, composite):
-        (composite / "global_step_30" / "data" / "data.pt").unlink()
+        (composite / "global_step_20" / "data" / "notes").touch()
         assert latest(composite).path == str(composite / "global_step_30")
-        done = cli("latest", "--require", "actor,critic,data/data.pt", composite)
+        done = cli("latest", "--require", "actor,critic,data/notes", composite)
         assert done.stdout == f"{composite / 'global_step_20'}\n"
+
+    def test_a_file_that_all_other_steps_have_is_missed(self, composite):
+        (composite / "global_step_30" / "data" / "data.pt").unlink()
+        found = latest(composite)
+        assert found.path == str(composite / "global_step_20")
+        assert "data/data.pt is missing, which all 2 other steps have" in found.skipped[0].reason
+        assert names(dcptool.verify(composite).verdicts)[-1] == ("global_step_30", "incomplete")
 
     def test_the_worst_part_counts_and_one_marker_speaks_for_all(self, composite):
         step = composite / "global_step_30"

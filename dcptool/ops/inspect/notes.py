@@ -16,6 +16,7 @@ from dcptool.checkpoint.families import per_rank_families
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.layouts import Layout
 from dcptool.checkpoint.regions import volume
+from dcptool.frameworks.table import holds
 from dcptool.ops.inspect.names import name_notes, note
 from dcptool.pickles.plain import Array
 from dcptool.words import plural
@@ -23,15 +24,6 @@ from dcptool.words import plural
 _OF_ONE_RANK = re.compile(r"rng|data_?loader|sampler|random", re.IGNORECASE)
 _RNG_TENSOR = re.compile(r"(?:^|[._/])(?:\w+_)?rng(?:_\w+)?(?:$|[._/])", re.IGNORECASE)
 _NOT_OF_ONE_RANK = re.compile(r"/shard_|_extra_state|seed$", re.IGNORECASE)
-_SIDE_FILES = {
-    "common.pt": "Megatron's arguments, RNG state and iteration",
-    "metadata.json": "Megatron's choice of back end",
-    "meta.pt": "Lightning's loops, callbacks and hyper-parameters",
-    "trainer_state.json": "the transformers Trainer's progress",
-    "scheduler.pt": "the learning-rate scheduler",
-    "scheduler.bin": "accelerate's learning-rate scheduler",
-    "latest_checkpointed_iteration.txt": "Megatron's pointer to the newest step",
-}
 
 
 def notes(checkpoint: Checkpoint, layouts: Mapping[str, Layout], values: Mapping[str, Any]) -> list[Finding]:
@@ -149,4 +141,4 @@ def side_files(checkpoint: Checkpoint) -> list[str]:
     """Name files of a framework that belong to the checkpoint but are no part of DCP (R50), with what they hold."""
     if not checkpoint.format.owns_folder:
         return []
-    return [f"{name} ({what})" for name, what in _SIDE_FILES.items() if name in checkpoint.files]
+    return [f"{name} ({what})" for name in checkpoint.files if (what := holds(name))]

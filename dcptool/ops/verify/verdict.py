@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
@@ -17,15 +18,20 @@ from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checkpoint.steps import step_number
 from dcptool.checks.check import CheckReport, Level, check
 from dcptool.checks.items import Tally
+from dcptool.checks.side_files import SideFiles, look_at, patterns_of
+from dcptool.checks.steps import Resume, resume_of
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError, UnsupportedError
 from dcptool.formats.detect import find_parts, not_a_checkpoint, open_part
 from dcptool.formats.marker import NAME, Marker, checksum_problems, marker_problems, read_marker
-from dcptool.formats.table import is_metadata
+from dcptool.formats.table import beside, is_metadata
+from dcptool.frameworks.profile import SavedStep
 from dcptool.runs.activity import folders_of, last_written, list_files, sign_of_writing
 from dcptool.runs.directory import find_runs, is_run_of, listed
 from dcptool.storage import DirEntry, Location, Progress, base_name, join, locate
 
 GRACE_SECONDS = 3600.0
+MADE_HERE = ("convert", "reshard", "rescue")
+"""Who writes markers of checkpoints that no trainer saved: what one needs beside is not missing from them."""
 
 
 class State(str, Enum):
@@ -98,6 +104,10 @@ class Verdict(NamedTuple):
         written: when the newest of them was written, seconds since the epoch; None if unknown.
         level: how closely was looked.
         tally: items and bytes looked at.
+        resume: whether a job can go on from it, by what its trainer needs.
+        groups: first parts of the names of its entries.
+        side_files: files beside the checkpoints in it.
+        patterns: names of such files, with the numbers in them taken out, to compare with other steps.
     """
 
     path: str
@@ -112,6 +122,15 @@ class Verdict(NamedTuple):
     written: float | None
     level: Level
     tally: Tally
+    resume: Resume = Resume()
+    groups: tuple[str, ...] = ()
+    side_files: SideFiles = SideFiles()
+    patterns: frozenset[str] = frozenset()
+
+    @property
+    def resumable(self) -> bool | None:
+        """Whether a job can go on from it, as far as its trainer's files tell; None where nothing does."""
+        return self.resume.resumable if self.whole else False
 
     @property
     def world_size(self) -> int | None:
@@ -145,6 +164,7 @@ class _Found(NamedTuple):
     findings: tuple[Finding, ...] = ()
     tally: Tally = Tally()
     other: bool = False
+    opened: Mapping[str, Checkpoint] = MappingProxyType({})
 
 
 def judge(
@@ -173,6 +193,14 @@ def judge(
     valid = marker is not None and not problems
     found = _check_parts(location, names, listing, options, progress, opened)
     problems += found.findings
+    saved = SavedStep(base_name(location.path), files, found.opened)
+    side_files = SideFiles()
+    resume = Resume()
+    if found.opened and location.file is None:
+        side_files = _look_beside(location, saved, options)
+        made_here = valid and marker and marker.writer in MADE_HERE
+        resume, missing = resume_of(saved, side_files.names, as_it_is=bool(made_here))
+        problems += [*side_files.findings, *missing]
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
         problems = [problem for problem in problems if problem.kind != "mixed-times"]
@@ -198,7 +226,18 @@ def judge(
         last_written(location, listing),
         options.level,
         found.tally,
+        resume,
+        tuple(dict.fromkeys(fqn.partition(".")[0] for part in found.opened.values() for fqn in part)),
+        side_files,
+        patterns_of(files, options.marker),
     )
+
+
+def _look_beside(location: Location, step: SavedStep, options: VerifyOptions) -> SideFiles:
+    """Look at the files of a step that no checkpoint in it uses."""
+    used = {f"{part}/{name}" if part else name for part, found in step.parts.items() for name in found.usage}
+    files = {name: step.files[name] for name in beside(step.files, options.marker) if name not in used}
+    return look_at(location.storage, files, options.level, options.threads)
 
 
 def unreadable(path: str, error: StorageError, level: Level) -> Verdict:
@@ -256,6 +295,7 @@ def _check_parts(
         message = f"{location.path} is a run directory: name a step of it"
         return _other("run-directory", listed(location.path, runs) if len(runs) > 1 else message)
     reports: list[PartReport] = []
+    kept: dict[str, Checkpoint] = {}
     problems: list[Finding] = []
     tally = Tally()
     used: set[str] = set()
@@ -277,7 +317,8 @@ def _check_parts(
             reports.append(PartReport(name, checkpoint.format.name, checkpoint.flavour, *sizes, checkpoint.save_id))
             problems += [inside(name, finding) for finding in report.findings]
             tally = tally.plus(report.tally)
-    return _Found(tuple(reports), tuple(problems), tally)
+            kept[name] = checkpoint
+    return _Found(tuple(reports), tuple(problems), tally, opened=kept)
 
 
 def _other(kind: str, message: str, step: str = "") -> _Found:

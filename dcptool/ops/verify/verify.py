@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding, errors, worst_first
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.formats.detect import open_part
-from dcptool.formats.marker import is_of_save
+from dcptool.ops.verify.siblings import compare_steps
 from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions, judge, unreadable
 from dcptool.runs.activity import exists
 from dcptool.runs.directory import Run, run_at
 from dcptool.storage import Progress, join, locate
-
-MIN_SIBLINGS = 2
-"""Other steps that must all have a part before one without it counts as lacking it."""
 
 
 class VerifyReport(NamedTuple):
@@ -119,56 +115,3 @@ def judge_step(run: Run, name: str, options: VerifyOptions, progress: Progress |
         return None
     except StorageError as error:
         return unreadable(path, error, options.level)
-
-
-def compare_steps(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
-    """Return the verdicts of a run's steps, lowest first, with what only comparing them shows.
-
-    A whole step without a marker is unmarked once an earlier one has a marker that a save wrote; a step lacks a part
-    that all others have.
-    """
-    compared = []
-    marked = ""
-    with_parts = [verdict for verdict in verdicts if verdict.parts]
-    count = Counter(part.name for verdict in with_parts for part in verdict.parts)
-    for verdict in verdicts:
-        n_others = len(with_parts) - bool(verdict.parts)
-        # What this step has is not missing, so the count of the others is the count of all.
-        common = [name for name, number in count.items() if number == n_others]
-        lacking = missing_parts(verdict, n_others, common)
-        if lacking and verdict.whole:
-            verdict = _with(verdict, State.INCOMPLETE, lacking)
-        if marked and verdict.state is State.COMPLETE and verdict.marker is None:
-            verdict = without_marker(verdict, marked)
-        if is_of_save(verdict.marker):
-            marked = verdict.name
-        compared.append(verdict)
-    return tuple(compared)
-
-
-def without_marker(verdict: Verdict, marked: str) -> Verdict:
-    """Return the verdict on a whole step of a run whose earlier step `marked` has a marker."""
-    message = f"it has no marker, though {marked} has one: the save may have died before it was done"
-    step = f"If you know that it is whole: dcptool mark {verdict.path}"
-    return _with(verdict, State.UNMARKED, [Finding.of("no-marker", message, next_step=step)])
-
-
-def missing_parts(verdict: Verdict, n_siblings: int, common: Iterable[str]) -> list[Finding]:
-    """Return the parts that all sibling steps have and this one has not.
-
-    Args:
-        verdict: on the step.
-        n_siblings: how many other steps have parts.
-        common: names of parts that all these have.
-    """
-    if n_siblings < MIN_SIBLINGS or not verdict.parts:
-        return []
-    there = {part.name for part in verdict.parts} | {finding.file for finding in verdict.findings}
-    return [
-        Finding.of("missing-part", f"the part {name} is missing, which all other steps have", name)
-        for name in sorted(set(common) - there)
-    ]
-
-
-def _with(verdict: Verdict, state: State, findings: Sequence[Finding]) -> Verdict:
-    return verdict._replace(state=state, findings=(*findings, *verdict.findings))

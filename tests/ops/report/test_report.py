@@ -10,6 +10,7 @@ import re
 import shutil
 from array import array
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -201,7 +202,7 @@ def regular(n_tensors, n_ranks, jitter=0):
         shape = (4 * n_ranks, 1024)
         entries[fqn] = TensorEntry(fqn, "float32", shape, None, table.chunks_since(mark, 2))
     sizes = dict(zip(files, ends, strict=True))
-    return Checkpoint("/run/step_1", "", DCP, "torch DCP", (), entries, sizes, table, None, None)
+    return Checkpoint("/run/step_1", "", DCP, "torch DCP", (), entries, sizes, table, None, SimpleNamespace(unsafe={}))
 
 
 def page_of(checkpoint):

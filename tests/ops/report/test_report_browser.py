@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -274,7 +275,9 @@ def test_packed_columns_and_dimensions_that_are_not_drawn(chromium, tmp_path):
         table.add(offsets, (1, 1, 1), places[offsets])
     entries = {"w": TensorEntry("w", "float32", (4, 4, 4), None, table.chunks_since((0, 0), 3))}
     files = {"__0_0.distcp": 2**50}
-    html = page_of(Checkpoint("/run", "", DCP, "torch DCP", (), entries, files, table, None, None))
+    html = page_of(
+        Checkpoint("/run", "", DCP, "torch DCP", (), entries, files, table, None, SimpleNamespace(unsafe={}))
+    )
     (tmp_path / "r.html").write_text(html)
     page = Page(chromium, tmp_path / "r.html")
     page.one("#tensor-list .row").click()

@@ -1,0 +1,179 @@
+"""Files beside the checkpoints of a step: whether each is whole, as far as its kind can tell.
+
+A zip has its directory at its end and a CRC32 of each record, a pickle ends with a dot, JSON can be parsed; of anything
+else only the size is known. By name: what ends as these do must not be empty.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from dcptool.checkpoint.findings import Finding, unsafe_pickle
+from dcptool.checkpoint.kinds import Effect
+from dcptool.checks.check import Level, check
+from dcptool.checks.files import GET_LFS_FILES
+from dcptool.copying.pool import Pool
+from dcptool.errors import DcptoolError, MetadataError, StorageError
+from dcptool.formats.detect import open_part
+from dcptool.formats.safetensors.header import LFS_START
+from dcptool.formats.table import beside
+from dcptool.formats.torch_save.format import SUFFIXES, is_legacy
+from dcptool.pickles import inert
+from dcptool.pickles.calls import Calls
+from dcptool.storage import Location, Storage, join
+from dcptool.storage.stream import stream
+from dcptool.words import nbytes as nbytes_words
+
+_KNOWN = (*SUFFIXES, ".npz", ".json")
+_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_START_NBYTES = 64
+_MAX_PARSED_NBYTES = 1 << 20
+_MAX_PICKLE_NBYTES = 64 << 20
+_PIECE_NBYTES = 1 << 20
+_AGAIN = "Copy it again from where it was saved, or resume from another step."
+
+
+class SideFiles(NamedTuple):
+    """What a look at the files beside the checkpoints of a step shows.
+
+    Attributes:
+        names: of them, sorted.
+        findings: what is wrong with them.
+        n_unproven: how many hold nothing that tells whether their bytes are what was written.
+        unproven_nbytes: bytes of these.
+    """
+
+    names: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    n_unproven: int = 0
+    unproven_nbytes: int = 0
+
+
+def look_at(storage: Storage, files: Mapping[str, int], level: Level, threads: int | None) -> SideFiles:
+    """Look at files beside the checkpoints of a step.
+
+    Args:
+        storage: of the step.
+        files: bytes of each, by its name there.
+        level: METADATA reads a file's beginning and its end; RECORDS pickles too; DEEP every byte of zips.
+        threads: how many read at the same time; None for the number of processors.
+    """
+    names = sorted(files)
+    known = [name for name in names if name.endswith(_KNOWN)]
+    with Pool(threads) as pool:
+        found = dict(pool.run(lambda name: _problems(storage, name, files[name], level), known))
+    unproven = [name for name in names if not found.get(name, (False,))[0]]
+    findings = tuple(finding for _, problems in found.values() for finding in problems)
+    return SideFiles(tuple(names), findings, len(unproven), sum(files[name] for name in unproven))
+
+
+def patterns_of(files: Iterable[str], marker: str) -> frozenset[str]:
+    """Return the names of files that lie beside the checkpoints of a step, with the numbers in them taken out.
+
+    Only those of kinds that trainers keep state in: other files may come and go.
+    """
+    return frozenset(re.sub(r"\d+", "N", name) for name in beside(files, marker) if name.endswith(_KNOWN))
+
+
+def _problems(storage: Storage, name: str, nbytes: int, level: Level) -> tuple[bool, Sequence[Finding]]:
+    """Return whether its checksums cover a file, and what is wrong with it."""
+    if not nbytes:
+        return False, [_cut(name, "is empty")]
+    try:
+        start = storage.read(name, 0, min(nbytes, _START_NBYTES))
+        if start.startswith(LFS_START):
+            message = f"{name} is a Git LFS pointer, not the file itself"
+            return False, [Finding.of("lfs-pointer", message, name, next_step=GET_LFS_FILES)]
+        if name.endswith(".json"):
+            return False, _json_problems(storage, name, nbytes)
+        if start.startswith(_ZIP):
+            return True, _zip_problems(storage, name, nbytes, level)
+        if start.startswith(_PICKLE) and not is_legacy(start):
+            return False, _pickle_problems(storage, name, nbytes, level)
+    except StorageError as error:
+        message = f"{name}: {error.message}"
+        return False, [Finding.of("unreadable", message, name, next_step="It may be whole: look again when it can be.")]
+    if not any(start):
+        return False, [_wrong(name, "begins with zero bytes, as after a crash of the machine that wrote it")]
+    return False, []
+
+
+def _json_problems(storage: Storage, name: str, nbytes: int) -> list[Finding]:
+    if nbytes > _MAX_PARSED_NBYTES:
+        return []
+    try:
+        json.loads(storage.read(name, 0, nbytes))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # a value on each line, as logs have
+            return []
+        if error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated"):
+            return [_cut(name, f"is cut short: its JSON ends in the middle, after {nbytes_words(nbytes)}")]
+        return [_wrong(name, f"is no JSON: {error}")]
+    except (UnicodeDecodeError, RecursionError) as error:
+        return [_wrong(name, f"is no JSON: {error}")]
+    return []
+
+
+def _zip_problems(storage: Storage, name: str, nbytes: int, level: Level) -> list[Finding]:
+    try:
+        archive = zipfile.ZipFile(stream(storage, name, nbytes))
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        return [_cut(name, f"is cut short: {nbytes_words(nbytes)} of a zip without the directory at its end ({error})")]
+    problems: list[Finding] = []
+    if level >= Level.RECORDS and any(member.endswith("data.pkl") for member in archive.namelist()):
+        problems += _of_torch(storage, name)
+    if level >= Level.DEEP and not problems:
+        problems += _crc_problems(archive, name)
+    return problems
+
+
+def _of_torch(storage: Storage, name: str) -> list[Finding]:
+    """Open a file of torch.save, and say whether its pickle runs code; what else its values are is not dcptool's."""
+    try:
+        found = check(open_part(Location(storage, name), "")).findings
+    except StorageError:
+        raise
+    except MetadataError as error:
+        return [_wrong(name, f"cannot be read: {error.message.removeprefix(join(storage.root, name) + ': ')}")]
+    except DcptoolError:
+        return []
+    return [finding for finding in found if finding.is_error and finding.traits.effect is Effect.UNSAFE]
+
+
+def _crc_problems(archive: zipfile.ZipFile, name: str) -> list[Finding]:
+    """Read all records of a zip; the first whose CRC32 or header is wrong is told."""
+    for member in archive.infolist():
+        try:
+            with archive.open(member) as record:
+                for _ in iter(partial(record.read, _PIECE_NBYTES), b""):
+                    pass
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+            return [_wrong(name, f"is damaged in its record {member.filename}: {error}")]
+    return []
+
+
+def _pickle_problems(storage: Storage, name: str, nbytes: int, level: Level) -> list[Finding]:
+    if storage.read(name, nbytes - 1, 1) != b"." and name.endswith((".pkl", ".pt", ".pth")):
+        return [_cut(name, f"is cut short: {nbytes_words(nbytes)} of a pickle without its end")]
+    if level < Level.RECORDS or nbytes > _MAX_PICKLE_NBYTES:
+        return []
+    calls = Calls()
+    try:
+        inert.load(storage.read(name, 0, nbytes), calls=calls)
+    except MetadataError as error:
+        return [_wrong(name, f"is damaged: {error.message}")]
+    return unsafe_pickle(calls.unsafe, name, name)
+
+
+def _cut(name: str, what: str) -> Finding:
+    return Finding.of("cut-side-file", f"{name} {what}", name, next_step=_AGAIN)
+
+
+def _wrong(name: str, what: str) -> Finding:
+    return Finding.of("damaged-side-file", f"{name} {what}", name, next_step=_AGAIN)

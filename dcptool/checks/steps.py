@@ -1,0 +1,89 @@
+"""A step as a whole: what a resume needs of it that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from dcptool.checkpoint.findings import Finding
+from dcptool.frameworks.profile import SavedStep
+from dcptool.frameworks.table import profile_of
+from dcptool.words import listed
+
+MAX_NAMED = 5
+_DIED = "The save died before it was done, or the file was left behind: resume from another step."
+_OF_RANKS = re.compile(r"(.*(?:rank|rng|random|loader|sampler)\D*)(\d+)(\D*)", re.IGNORECASE)
+
+
+class Resume(NamedTuple):
+    """Whether a job can go on from a step.
+
+    Attributes:
+        framework: the trainer that saved it, "" if none is known to.
+        resumable: None where nothing tells.
+        lacks: what it lacks for that, in words.
+    """
+
+    framework: str = ""
+    resumable: bool | None = None
+    lacks: tuple[str, ...] = ()
+
+
+def resume_of(step: SavedStep, side_files: Collection[str], as_it_is: bool = False) -> tuple[Resume, list[Finding]]:
+    """Return whether a job can go on from a step, by what is known of its trainer, and what is missing.
+
+    Args:
+        step: its files, and the checkpoints in it.
+        side_files: names of the files that belong to none of these.
+        as_it_is: no trainer saved it: nothing was lost, and a resume lacks what its trainer puts beside.
+    """
+    problems = [] if as_it_is else _gaps(side_files)
+    profile = profile_of(step)
+    if profile is None:
+        return Resume(), problems
+    told = {problem.file for problem in problems}
+    missing = [(name, holds) for name, holds in profile.missing(step) if name not in told]
+    lacks = profile.lacks(step)
+    if as_it_is:
+        lacks += [f"{name} ({holds})" for name, holds in missing]
+    else:
+        problems += _missing(missing, profile.name)
+    resumable = not problems and not lacks
+    if lacks:
+        message = (
+            f"complete, but no {listed(lacks, MAX_NAMED)}, which {profile.name} resumes with: that would start anew"
+        )
+        problems.append(Finding.of("not-resumable", message))
+    return Resume(profile.name, resumable, tuple(lacks)), problems
+
+
+def _missing(lacking: Iterable[tuple[str, str]], trainer: str) -> list[Finding]:
+    """Return a finding for each kind of file that is missing, however many ranks' files are."""
+    by_kind: dict[str, list[str]] = {}
+    for name, holds in lacking:
+        by_kind.setdefault(holds, []).append(name)
+    problems = []
+    for holds, names in by_kind.items():
+        which = listed(names, MAX_NAMED, counted=False)
+        message = f"{which} of {trainer} {'is' if len(names) == 1 else 'are'} missing: {holds}"
+        problems.append(Finding.of("missing-side-file", message, names[0], next_step=_DIED))
+    return problems
+
+
+def _gaps(names: Collection[str]) -> list[Finding]:
+    """Return ranks whose file is missing though the ones before and after are there, for files no profile knows."""
+    families: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        match = _OF_RANKS.fullmatch(name)
+        if match:
+            families.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    problems = []
+    for (before, after), ranks in sorted(families.items()):
+        missing = sorted(set(range(min(ranks), max(ranks))) - ranks)
+        if missing:
+            gone = [f"{before}{rank}{after}" for rank in missing]
+            which = f"{listed(gone, MAX_NAMED, counted=False)} {'is' if len(gone) == 1 else 'are'}"
+            message = f"{which} missing, though there are files of rank {min(ranks)} and {max(ranks)}"
+            problems.append(Finding.of("missing-side-file", message, gone[0], next_step=_DIED))
+    return problems

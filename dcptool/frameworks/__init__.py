@@ -1,0 +1,7 @@
+"""What one training step is on disk, for each trainer, as values: parts, files beside them, what a resume needs.
+
+A new framework is a module here with a `Profile`, and its name in `table.py`.
+
+profile  what a profile may say, and what it makes of a step
+table    all of them, and which one a step is of
+"""

@@ -1,0 +1,35 @@
+"""accelerate's `save_state` with FSDP: two DCP folders per model, then scheduler, random states, custom objects."""
+
+from __future__ import annotations
+
+from dcptool.frameworks.profile import Needed, Profile, SavedStep, any_of
+
+_random_states = any_of(r"random_states_\d+\.pkl")
+_parts = any_of(r"(pytorch_model_fsdp|optimizer)_\d+")
+_of_trainer = any_of(r"trainer_state\.json|scheduler\.pt|rng_state(_\d+)?\.pth|training_args\.bin")
+
+
+def _recognises(step: SavedStep) -> bool:
+    if _of_trainer(step.files):
+        return False
+    return _random_states(step.files) or (_parts(step.parts) and not step.name.startswith("checkpoint-"))
+
+
+ACCELERATE = Profile(
+    "accelerate",
+    "accelerate 1.15, checkpointing.py and utils/fsdp_utils.py, save_accelerator_state and load_accelerator_state",
+    _recognises,
+    (
+        Needed(("pytorch_model_fsdp_0/",), "the model"),
+        Needed(("optimizer_0/",), "the optimizer"),
+        Needed(("random_states_{rank}.pkl",), "random generators and the step of gradient accumulation"),
+    ),
+    ("optimizer",),
+    (
+        (r"scheduler(_\d+)?\.bin", "accelerate's learning-rate scheduler"),
+        (r"sampler(_\d+)?\.bin", "the data sampler"),
+        (r"dl_state_dict(_\d+)?\.bin", "the data loader"),
+        (r"scaler\.pt", "the gradient scaler"),
+        (r"custom_checkpoint_\d+\.pkl", "an object registered for checkpointing"),
+    ),
+)

@@ -1,0 +1,17 @@
+"""torchtitan: `step-N`, plain DCP with everything in it; its last save holds the weights alone."""
+
+from __future__ import annotations
+
+from dcptool.frameworks.profile import Profile, SavedStep
+
+
+def _recognises(step: SavedStep) -> bool:
+    return "" in step.parts and any(name.startswith("train_state.") for name in step.parts[""])
+
+
+TORCHTITAN = Profile(
+    "torchtitan",
+    "torchtitan 0.3.0, components/checkpointer/base.py and dcp.py",
+    _recognises,
+    groups=("optimizer", "lr_scheduler", "train_state"),
+)

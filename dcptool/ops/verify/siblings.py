@@ -1,0 +1,110 @@
+"""A step beside the others of its run: what all of them have and it has not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.kinds import Severity
+from dcptool.checks.steps import Resume
+from dcptool.formats.marker import is_of_save
+from dcptool.frameworks.table import resuming_groups
+from dcptool.ops.verify.verdict import State, Verdict
+from dcptool.words import listed
+
+MIN_SIBLINGS = 2
+"""Other steps that must all have something before one without it counts as lacking it."""
+
+
+def compare_steps(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """Return the verdicts of a run's steps, lowest first, with what only comparing them shows.
+
+    A step lacks parts and files that all others have, or can not be resumed from for want of entries that all others
+    have; a whole one without a marker is unmarked once an earlier one has a marker that a save wrote.
+    """
+    compared = []
+    marked = ""
+    with_parts = [verdict for verdict in verdicts if verdict.parts]
+    whole = [verdict for verdict in verdicts if verdict.whole]
+    parts = Counter(part.name for verdict in with_parts for part in verdict.parts)
+    groups = Counter(group for verdict in whole for group in verdict.groups)
+    files = Counter(pattern for verdict in whole for pattern in verdict.patterns)
+    for verdict in verdicts:
+        # What this step has is not missing, so the count of the others is the count of all.
+        n_others = len(with_parts) - bool(verdict.parts)
+        verdict = lacking_parts(verdict, n_others, _of_all(parts, n_others))
+        if verdict.whole:
+            n_others = len(whole) - 1
+            verdict = lacking_groups(verdict, n_others, _of_all(groups, n_others))
+            verdict = lacking_files(verdict, n_others, _of_all(files, n_others))
+        if marked and verdict.state is State.COMPLETE and verdict.marker is None:
+            verdict = without_marker(verdict, marked)
+        if is_of_save(verdict.marker):
+            marked = verdict.name
+        compared.append(verdict)
+    return tuple(compared)
+
+
+def _of_all(count: Counter[str], n_steps: int) -> list[str]:
+    return [name for name, number in count.items() if number == n_steps] if n_steps else []
+
+
+def without_marker(verdict: Verdict, marked: str) -> Verdict:
+    """Return the verdict on a whole step of a run whose earlier step `marked` has a marker."""
+    message = f"it has no marker, though {marked} has one: the save may have died before it was done"
+    step = f"If you know that it is whole: dcptool mark {verdict.path}"
+    return _with(verdict, State.UNMARKED, [Finding.of("no-marker", message, next_step=step)])
+
+
+def lacking_parts(verdict: Verdict, n_others: int, common: Iterable[str]) -> Verdict:
+    """Return the verdict on a step beside others, which all have the parts `common`."""
+    if n_others < MIN_SIBLINGS or not verdict.parts or not verdict.whole:
+        return verdict
+    there = {part.name for part in verdict.parts} | {finding.file for finding in verdict.findings}
+    lacking = [
+        Finding.of("missing-part", f"the part {name} is missing, which all other steps have", name)
+        for name in sorted(set(common) - there)
+    ]
+    return _with(verdict, State.INCOMPLETE, lacking) if lacking else verdict
+
+
+def lacking_groups(verdict: Verdict, n_others: int, common: Iterable[str]) -> Verdict:
+    """Return the verdict on a whole step beside others, which all have entries whose names begin with `common`.
+
+    One other is enough for groups of which some trainer's profile says that only its weights-only saves lack them.
+    """
+    known = resuming_groups() if n_others < MIN_SIBLINGS else None
+    lacks = [name for name in common if name not in verdict.groups and (known is None or name in known)]
+    if not lacks or verdict.resumable is False:
+        return verdict
+    return not_resumable(verdict, lacks, f"which {_others(n_others)} {'has' if n_others == 1 else 'have'}")
+
+
+def lacking_files(verdict: Verdict, n_others: int, common: Collection[str]) -> Verdict:
+    """Return the verdict on a whole step beside others, which all have files of the patterns `common` beside them."""
+    lacks = sorted(set(common) - set(verdict.patterns))
+    if not lacks or verdict.resumable is False:
+        return verdict
+    told = n_others >= MIN_SIBLINGS
+    message = f"{listed(lacks, 3)} {'is' if len(lacks) == 1 else 'are'} missing, which {_others(n_others)} "
+    message += "has" if n_others == 1 else "have"
+    step = "If it belongs to a step, the save died before it was done: resume from another one."
+    severity = Severity.ERROR if told else Severity.WARNING
+    finding = Finding.of("missing-side-file", message, lacks[0], next_step=step, severity=severity)
+    return _with(verdict, State.INCOMPLETE if told else verdict.state, [finding])
+
+
+def not_resumable(verdict: Verdict, lacks: Sequence[str], why: str) -> Verdict:
+    """Return the verdict on a whole step that a job cannot go on from as it was: it lacks something."""
+    message = f"complete, but no {listed(lacks, 3)}, {why}: a resume would start that anew"
+    resume = Resume(verdict.resume.framework, False, tuple(lacks))
+    return _with(verdict._replace(resume=resume), verdict.state, [Finding.of("not-resumable", message)])
+
+
+def _others(n_others: int) -> str:
+    return "the other step" if n_others == 1 else f"all {n_others:,} other steps"
+
+
+def _with(verdict: Verdict, state: State, findings: Sequence[Finding]) -> Verdict:
+    return verdict._replace(state=state, findings=(*findings, *verdict.findings))
