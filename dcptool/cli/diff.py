@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dcptool.cli import options
@@ -19,21 +21,7 @@ from dcptool.cli import options
 @options.selection
 @options.threads
 @options.output
-def diff(
-    a: str,
-    b: str,
-    layout: bool,
-    rtol: float,
-    atol: float,
-    nan_equal: bool,
-    strip_prefix_a: str,
-    strip_prefix_b: str,
-    keys: tuple[str, ...],
-    exclude: tuple[str, ...],
-    threads: int | None,
-    as_json: bool,
-    quiet: bool,
-) -> int:
+def diff(a: str, b: str, **chosen: Any) -> int:
     """Compare two checkpoints of any formats, layouts and numbers of ranks.
 
     Compared are names, kinds, shapes, dtypes, all values bit for bit, and objects, in constant memory. With --keys and
@@ -45,8 +33,7 @@ def diff(
     from dcptool.ops.diff.diff import DiffOptions, compare
     from dcptool.render.diff import diff_json, diff_text
 
-    chosen = DiffOptions(keys, exclude, strip_prefix_a, strip_prefix_b, rtol, atol, nan_equal, layout, threads)
-    with bar(quiet) as progress:
-        report = compare(a, b, chosen, progress=progress)
-    options.answer(as_json, quiet, lambda: diff_json(report), lambda: diff_text(report, options.width()))
+    with bar() as progress:
+        report = compare(a, b, DiffOptions(**chosen), progress=progress)
+    options.answer(lambda: diff_json(report), lambda: diff_text(report, options.width()))
     return 0 if report.equal else 1

@@ -40,8 +40,6 @@ def interval(
     restart: float,
     intervals: tuple[float, ...],
     marker: str,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Find how often to save, so that saves and failures together lose the least time.
 
@@ -75,9 +73,7 @@ def interval(
     notes = []
     if cadence and cadence.interval_seconds is None:
         notes.append(f"note: too few markers in {shown(cadence.path)} to tell how often it saves; --interval shows one")
-    options.answer(
-        as_json, quiet, lambda: interval_json(report, cadence), lambda: interval_text(report, cadence), notes
-    )
+    options.answer(lambda: interval_json(report, cadence), lambda: interval_text(report, cadence), notes)
     return 0
 
 

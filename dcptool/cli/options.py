@@ -23,8 +23,19 @@ _keys = click.option(
 _exclude = click.option(
     "--exclude", multiple=True, metavar="GLOB", help="Leave out entries with these names. Repeatable."
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON with a documented, numbered schema.")
-_quiet = click.option("--quiet", is_flag=True, help="Print nothing; the exit code is the answer.")
+
+
+def _remembered(option: str, words: str) -> Callable[[Command], Command]:
+    """Return a flag that no command is given; `wants_json` and `is_quiet` tell it."""
+
+    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        ctx.meta[option] = value
+
+    return click.option(option, is_flag=True, expose_value=False, callback=remember, help=words)
+
+
+_json = _remembered("--json", "Print JSON with a documented, numbered schema.")
+_quiet = _remembered("--quiet", "Print nothing; the exit code is the answer.")
 
 
 def selection(command: Command) -> Command:
@@ -33,8 +44,18 @@ def selection(command: Command) -> Command:
 
 
 def output(command: Command) -> Command:
-    """Add --json and --quiet."""
+    """Add --json and --quiet, which no command is given: `answer`, `say` and `bar` heed them."""
     return _json(_quiet(command))
+
+
+def wants_json() -> bool:
+    """Tell whether --json was given."""
+    return bool(click.get_current_context().meta["--json"])
+
+
+def is_quiet() -> bool:
+    """Tell whether --quiet was given."""
+    return bool(click.get_current_context().meta["--quiet"])
 
 
 class Duration(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has no generic one
@@ -75,6 +96,7 @@ require_parts = click.option(
     "--require",
     default="",
     metavar="PARTS",
+    callback=lambda ctx, param, value: tuple(name for part in value.split(",") if (name := part.strip().strip("/"))),
     help="Parts a step must have, separated by commas, such as actor,critic,data/data.pt.",
 )
 also = click.option(
@@ -146,29 +168,27 @@ class Pair(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has n
         return old, new
 
 
-def parts_of(text: str) -> tuple[str, ...]:
-    """Return the names in a list separated by commas."""
-    return tuple(name for part in text.split(",") if (name := part.strip().strip("/")))
-
-
 def print_json(document: dict[str, Any]) -> None:
-    """Print a JSON document on stdout."""
+    """Print a JSON document on stdout, unless --quiet."""
     import json
 
-    click.echo(json.dumps(document, indent=2, allow_nan=False))
+    if not is_quiet():
+        click.echo(json.dumps(document, indent=2, allow_nan=False))
 
 
-def answer(
-    as_json: bool,
-    quiet: bool,
-    document: Callable[[], dict[str, Any]],
-    text: Callable[[], str],
-    notes: Iterable[str] = (),
-) -> None:
+def say(text: str) -> None:
+    """Print text on stdout, unless --quiet or --json."""
+    if not is_quiet() and not wants_json():
+        click.echo(text)
+
+
+def answer(document: Callable[[], dict[str, Any]], text: Callable[[], str], notes: Iterable[str] = ()) -> None:
     """Print a result in the form that is asked for: JSON alone, or text and on stderr its notes; nothing if quiet."""
-    if as_json and not quiet:
+    if is_quiet():
+        return
+    if wants_json():
         print_json(document())
-    elif not quiet:
+    else:
         for note in notes:
             click.echo(note, err=True)
         click.echo(text())
