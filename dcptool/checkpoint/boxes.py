@@ -14,7 +14,7 @@ from dcptool.checkpoint.entries import Entry, Source, TensorEntry, require_box
 from dcptool.checkpoint.extents import Chunk, Ints, Payload, Record
 from dcptool.checkpoint.fill import RecordCheck, Update, fill
 from dcptool.checkpoint.regions import Box, intersect
-from dcptool.errors import LayoutError
+from dcptool.errors import DcptoolError, LayoutError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,6 +106,14 @@ def fill_box(
     """Copy a box of a tensor out of the payload of the chunk at `offsets`, which holds it, into an array."""
     start = tuple(a - b for a, b in zip(box[0], offsets, strict=True))
     fill(payload, source.read_into, start, out, update)
+
+
+def record_problem(source: Source, record: Record) -> str:
+    """Say what is wrong with a record, that it cannot be read included; "" if nothing is."""
+    try:
+        return check_whole(source, record)
+    except DcptoolError as error:
+        return str(error)
 
 
 def check_whole(source: Source, record: Record) -> str:

@@ -8,7 +8,6 @@ read has its CRC32 checked; what does not check is collected, not raised, so tha
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections import deque
@@ -28,17 +27,10 @@ from dcptool.copying.writing import OpenFile
 from dcptool.errors import DcptoolError
 from dcptool.storage import Creator, Progress
 
-MAX_THREADS = 8
-"""By itself: more do not make a disk faster, and each holds bands in memory."""
 BANDS_PER_THREAD = 2
 INLINE_NBYTES = 128 << 10
 """A smaller band is read by the thread that writes it: handing it over costs more than reading it."""
 MAX_INDEXES = 64
-
-
-def default_threads() -> int:
-    """Return how many bands are read at the same time if nobody says."""
-    return min(os.cpu_count() or 1, MAX_THREADS)
 
 
 def memory_nbytes(n_groups: int, threads: int) -> int:
@@ -187,7 +179,7 @@ class _GroupWriter:
             self._checks.add(settle(self._readers.source, self.partly_read, 1))
             self.partly_read = []
         for file in files:
-            if self._checks.is_sound:
+            if not self._checks.failures:
                 file.finish()
             else:  # good for nothing: on an object store finishing would give it its name
                 file.abort()
@@ -237,7 +229,10 @@ class _Readers:
 
     def read(self, band: Band) -> memoryview:
         """Read a band into a buffer, which is to be given back; zeros stand in place of what cannot be read."""
-        out = self._take()[: band.nbytes]
+        try:
+            out = self._buffers.get_nowait()[: band.nbytes]
+        except queue.Empty:
+            out = memoryview(bytearray(BAND_NBYTES))[: band.nbytes]
         try:
             band.reader.read(band, out)
         except DcptoolError as error:
@@ -250,12 +245,6 @@ class _Readers:
         whole = data.obj
         if isinstance(whole, bytearray):
             self._buffers.put(memoryview(whole))
-
-    def _take(self) -> memoryview:
-        try:
-            return self._buffers.get_nowait()
-        except queue.Empty:
-            return memoryview(bytearray(BAND_NBYTES))
 
     def _tensor_reader(self, fills: Sequence[Fill]) -> TensorReader:
         with self._lock:  # an index is made once

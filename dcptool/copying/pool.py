@@ -9,11 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 MAX_THREADS = 8
-"""Threads where nobody asked for a number: each holds buffers of its own."""
+"""Where nobody asked for a number: more do not make a disk faster, and each holds buffers of its own."""
 _AHEAD_PER_THREAD = 4
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
+
+
+def default_threads() -> int:
+    """Return how many work at the same time if nobody says."""
+    return min(os.cpu_count() or 1, MAX_THREADS)
 
 
 class Pool:
@@ -24,7 +29,7 @@ class Pool:
     """
 
     def __init__(self, threads: int | None) -> None:
-        self.n_threads = threads or min(os.cpu_count() or 1, MAX_THREADS)
+        self.n_threads = threads or default_threads()
         self._executor = ThreadPoolExecutor(self.n_threads, "pool")
 
     def __enter__(self) -> Pool:

@@ -149,7 +149,7 @@ class LocalStorage:
                 with suppress(OSError):
                     os.unlink(temporary)
                 raise
-            _sync_folder(os.path.dirname(path))
+            sync_folder(os.path.dirname(path))
 
     def create(self, name: str) -> LocalSink:
         path = self._path(name)
@@ -160,7 +160,7 @@ class LocalStorage:
     def delete(self, name: str) -> None:
         with suppress(CheckpointNotFoundError), translated(self._path(name), writes=True):
             os.unlink(self._path(name))
-            _sync_folder(os.path.dirname(self._path(name)))
+            sync_folder(os.path.dirname(self._path(name)))
 
     def delete_folder(self, name: str) -> None:
         import shutil
@@ -250,11 +250,16 @@ def _begin_writeback(descriptor: int, start: int, nbytes: int) -> None:
             os.posix_fadvise(descriptor, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _sync_folder(path: str) -> None:
+def sync_folder(path: str) -> None:
     """Make a rename or a deletion in a folder last through a power cut, where the system can."""
     with suppress(OSError):
-        descriptor = os.open(path or ".", os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path or ".")
+
+
+def sync(path: str) -> None:
+    """Make what was written to a file or folder last through a power cut; raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -14,10 +14,11 @@ from dcptool.checkpoint.findings import Finding, errors
 from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.checks.check import Level, check
-from dcptool.copying.engine import copy, default_threads, memory_nbytes
+from dcptool.copying.engine import copy, memory_nbytes
 from dcptool.copying.outputs import LaidOut, OutputFile, Wanted
+from dcptool.copying.pool import default_threads
 from dcptool.copying.publishing import prepare, require_place
-from dcptool.errors import ItemError, UnsupportedError
+from dcptool.errors import ItemError
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.formats.output import is_one_file, lay_out
 from dcptool.ops.guards import (
@@ -25,11 +26,12 @@ from dcptool.ops.guards import (
     damaged,
     leftover_notes,
     require_equal,
+    require_no_part,
     require_same,
     require_sound,
     source_notes,
 )
-from dcptool.storage import Progress, join
+from dcptool.storage import Progress
 
 
 class ConvertOptions(NamedTuple):
@@ -166,7 +168,7 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     checkpoint = open_checkpoint(source, options.also)
     sources = (checkpoint.path, *options.also)
     require_place(path, is_one_file(to, path), 0, options.overwrite, sources)  # before all is checked, which takes time
-    _require_no_part(path, checkpoint)
+    require_no_part(path, checkpoint, "source")
     corrupt = _corrupt(checkpoint, options)
     bad = {finding.fqn for finding in corrupt if finding.fqn}
     if corrupt and not any(fqn not in bad and selects(fqn, options.keys, options.exclude) for fqn in checkpoint):
@@ -234,15 +236,6 @@ def _unchecked_notes(selection: Selection, options: ConvertOptions) -> tuple[str
     if not options.check or not selection.n_cast:
         return ()
     return (f"--check did not compare the values of the {selection.n_cast:,} tensors that were cast",)
-
-
-def _require_no_part(path: str, checkpoint: Checkpoint) -> None:
-    """Refuse to replace one file of the source, such as a shard beside the index that was opened."""
-    if not os.path.lexists(path):
-        return
-    ours = os.path.realpath(path)
-    if any(os.path.realpath(join(checkpoint.root, name)) == ours for name in (*checkpoint.usage, checkpoint.name)):
-        raise UnsupportedError(f"{path} belongs to the source {checkpoint.path}; choose another place")
 
 
 def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:

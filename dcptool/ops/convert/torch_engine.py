@@ -17,6 +17,7 @@ from dcptool.formats.detect import open_checkpoint
 from dcptool.formats.output import is_one_file
 from dcptool.storage import is_url
 from dcptool.storage.base import translated
+from dcptool.storage.local import sync
 
 _PAIRS = {("dcp", "torch"), ("dcp", "safetensors"), ("torch_save", "dcp")}
 
@@ -51,12 +52,12 @@ def convert_with_torch(source: str, target: str, to: str, *, trust: bool, overwr
     nbytes = sum(checkpoint.files.values())
     with prepare(target, to != "dcp", nbytes, overwrite, checkpoint.path) as place:
         _attempt(_WORK[to], checkpoint, place.written)
-        _sync(place.written)
+        _sync_all(place.written)
         place.publish(overwrite)
     return str(torch.__version__)
 
 
-def _sync(path: str) -> None:
+def _sync_all(path: str) -> None:
     """Make what was written last through a power cut: torch.save and safetensors sync nothing.
 
     Raises:
@@ -65,11 +66,7 @@ def _sync(path: str) -> None:
     paths = [path] if os.path.isfile(path) else [os.path.join(path, name) for name in os.listdir(path)]
     for name in paths:
         with translated(name, StorageError):
-            descriptor = os.open(name, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(name)
 
 
 def torch_problem(source: str, target: str, to: str) -> str:

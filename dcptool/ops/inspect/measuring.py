@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 from dcptool.checkpoint import dtypes
-from dcptool.checkpoint.boxes import ChunkIndex, check_whole
+from dcptool.checkpoint.boxes import ChunkIndex, record_problem
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.cover import cover
 from dcptool.checkpoint.entries import TensorEntry
@@ -27,6 +27,13 @@ class BandOfTensor(NamedTuple):
     band: Band | None
 
 
+class _Buffer(threading.local):
+    """Room for a band, another one in each thread."""
+
+    def __init__(self) -> None:
+        self.band = memoryview(bytearray(BAND_NBYTES))
+
+
 class CheckpointReading:
     """What is shared by the tensors of one checkpoint while they are read.
 
@@ -36,7 +43,7 @@ class CheckpointReading:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self._local = threading.local()
+        self._buffer = _Buffer()
         self._problems: dict[tuple[str, int, int], str] = {}
         self.n_unproven = 0
         # What decompresses an item keeps the result, and is made for one thread.
@@ -57,7 +64,7 @@ class CheckpointReading:
         measurement, band = wanted
         if band is None or measurement.failures:
             return Moments()
-        out = self._buffer()[: band.nbytes]
+        out = self._buffer.band[: band.nbytes]
         try:
             with self._lock:
                 band.reader.read(band, out)
@@ -82,18 +89,8 @@ class CheckpointReading:
         if check.is_whole():
             self._problems[key] = check.problem()
         elif key not in self._problems:
-            try:
-                self._problems[key] = check_whole(self.checkpoint.source, record)
-            except DcptoolError as error:
-                self._problems[key] = str(error)
+            self._problems[key] = record_problem(self.checkpoint.source, record)
         return self._problems[key]
-
-    def _buffer(self) -> memoryview:
-        """Return this thread's buffer for a band."""
-        buffer: memoryview | None = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = memoryview(bytearray(BAND_NBYTES))
-        return buffer
 
 
 class Measurement:
