@@ -100,8 +100,7 @@ class Checkpoint(Mapping[str, Entry]):
         for item in [*rest, *(entry.item for entry in self.objects.values())]:
             if item:
                 use = usage.get(item.file, FileUse(0, 0, 0))
-                end = max(use.end, item.byte_offset + item.nbytes)
-                usage[item.file] = FileUse(use.items + 1, use.nbytes + item.nbytes, end)
+                usage[item.file] = FileUse(use.items + 1, use.nbytes + item.nbytes, max(use.end, item.span[1]))
         return usage
 
     def read(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry, require_box
-from dcptool.checkpoint.extents import Record, place_words
+from dcptool.checkpoint.extents import Record, place_words, whereabouts
 from dcptool.checkpoint.fill import crc32
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.items import FileItems, Placed, name_of
@@ -205,11 +205,9 @@ class _Scan:
             self._add("damaged-item", placed, error.message)
 
     def _add(self, kind: str, placed: Placed, message: str, step: str = "") -> None:
-        item, chunk = placed.item, placed.chunk
-        span = (item.byte_offset, item.byte_offset + item.nbytes)
-        offsets, sizes = (chunk.offsets, chunk.sizes) if chunk else (None, None)
+        item = placed.item
         text = f"{place_words(item)}: {name_of(placed)}: {message.removeprefix(f'{item.file}: ')}"
-        where = (item.file, placed.entry.fqn, offsets, sizes, span)
+        where = whereabouts(item, placed.entry.fqn, placed.chunk)
         self.problems.append(Finding.of(kind, text, *where, step or _AGAIN))
 
 

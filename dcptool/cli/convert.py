@@ -16,7 +16,7 @@ from dcptool.cli import options
 @options.selection
 @click.option("--strip-prefix", default="", metavar="P", help="Take this off the front of names.")
 @click.option("--add-prefix", default="", metavar="P", help="Put this in front of all names.")
-@click.option("--rename", multiple=True, type=options.Pair(), metavar="OLD=NEW", help="Rename an entry. Repeatable.")
+@click.option("--rename", multiple=True, type=options.PAIR, metavar="OLD=NEW", help="Rename an entry. Repeatable.")
 @click.option("--clean-names", is_flag=True, help="Take parts of wrappers (module, _orig_mod, …) out of names.")
 @click.option(
     "--dtype", type=click.Choice(["float16", "bfloat16", "float32", "float64"]), help="Cast floating tensors to this."
@@ -24,7 +24,7 @@ from dcptool.cli import options
 @click.option(
     "--max-shard-size",
     "max_shard_nbytes",
-    type=options.ByteSize(),
+    type=options.BYTE_SIZE,
     default="5GB",
     show_default=True,
     help="Of safetensors in a folder.",

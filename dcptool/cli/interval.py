@@ -9,24 +9,22 @@ from dcptool.cli import options
 
 @click.command(epilog="Example: dcptool interval --save 45s --failures 466 --in 54d --restart 10m --interval 1h")
 @click.argument("run_dir", required=False, type=options.PATH)
-@click.option("--save", type=options.Duration(), metavar="DURATION", help="How long training stands still for a save.")
-@click.option("--mtbf", type=options.Duration(), metavar="DURATION", help="Mean time between failures of the job …")
+@click.option("--save", type=options.DURATION, help="How long training stands still for a save.")
+@click.option("--mtbf", type=options.DURATION, help="Mean time between failures of the job …")
 @click.option("--failures", type=click.IntRange(1), metavar="N", help="… or how many there were …")
-@click.option("--in", "period", type=options.Duration(), metavar="DURATION", help="… in how much time.")
+@click.option("--in", "period", type=options.DURATION, help="… in how much time.")
 @click.option(
     "--restart",
-    type=options.Duration(),
+    type=options.DURATION,
     default="0s",
     show_default=True,
-    metavar="DURATION",
     help="From a failure until training goes on.",
 )
 @click.option(
     "--interval",
     "intervals",
     multiple=True,
-    type=options.Duration(),
-    metavar="DURATION",
+    type=options.DURATION,
     help="Also show what this one loses. Repeatable.",
 )
 @options.marker

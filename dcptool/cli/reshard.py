@@ -32,10 +32,9 @@ from dcptool.cli import options
 @click.option("--threads", type=click.IntRange(1), default=None, help="Bands each of them reads ahead.  [default: 1]")
 @click.option(
     "--timeout",
-    type=options.Duration(),
+    type=options.DURATION,
     default="5m",
     show_default=True,
-    metavar="DURATION",
     help="Give up a process that shows no sign of life for so long.",
 )
 @options.overwrite

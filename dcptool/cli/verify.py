@@ -21,7 +21,7 @@ from dcptool.cli import options
 @options.marker
 @click.option(
     "--grace",
-    type=options.Duration(),
+    type=options.DURATION,
     default="1h",
     show_default=True,
     help="A folder without metadata that was written to this lately counts as being saved.",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from dcptool.checkpoint.boxes import record_problem
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
-from dcptool.checkpoint.extents import Record, place_words
+from dcptool.checkpoint.extents import Record, place_words, whereabouts
 from dcptool.checkpoint.fill import Piece, RecordCheck
 from dcptool.checkpoint.findings import Finding
 from dcptool.copying.reading import PartReader, TensorReader, Where
@@ -119,10 +119,6 @@ def damaged_item(error: DcptoolError, where: Where) -> Finding:
     return Finding.of(
         "unsupported-item" if unsupported else "damaged-item",
         f"{place}: {error.message}" if place else error.message,
-        item.file if item else None,
-        fqn or None,
-        chunk.offsets if chunk else None,
-        chunk.sizes if chunk else None,
-        (item.byte_offset, item.byte_offset + item.nbytes) if item else None,
+        *whereabouts(item, fqn, chunk),
         error.next_step if unsupported else "",
     )

@@ -93,7 +93,7 @@ def copy(
     n_writers = _n_writers(len(files), threads)
     checks, stop = SourceChecks(), threading.Event()
     with _Readers(source, threads, _n_ahead(n_writers, threads), checks) as readers:
-        groups = [_GroupWriter(group, readers, checks, stop, progress, shared) for group in files]
+        groups = [_GroupWriter(group, readers, stop, progress, shared) for group in files]
         nbytes = _write_all(groups, target, n_writers, stop)
     partly_read = tuple(found for group in groups for found in group.partly_read)
     return CopyReport(nbytes, checks.failures, partly_read, frozenset(checks.unproven))
@@ -128,12 +128,11 @@ class _GroupWriter:
         self,
         files: Sequence[OutputFile],
         readers: _Readers,
-        checks: SourceChecks,
         stop: threading.Event,
         progress: Progress | None,
         shared: bool,
     ) -> None:
-        self._files, self._readers, self._checks, self._stop = files, readers, checks, stop
+        self._files, self._readers, self._stop = files, readers, stop
         self._progress, self._shared = progress, shared
         self.partly_read: list[PartlyRead] = []
 
@@ -163,7 +162,7 @@ class _GroupWriter:
         else:
             for file in move.files:
                 file.end_part()
-            self.partly_read += self._checks.end(move.reader)
+            self.partly_read += self._readers.checks.end(move.reader)
 
     def _hand_out(self, move: HandOut, data: memoryview) -> None:
         for index, share in move.band.shares(data):
@@ -176,10 +175,10 @@ class _GroupWriter:
         for file in files:
             file.require_complete()
         if self.partly_read and not self._shared:
-            self._checks.add(settle(self._readers.source, self.partly_read, 1))
+            self._readers.checks.add(settle(self._readers.source, self.partly_read, 1))
             self.partly_read = []
         for file in files:
-            if not self._checks.failures:
+            if not self._readers.checks.failures:
                 file.finish()
             else:  # good for nothing: on an object store finishing would give it its name
                 file.abort()
@@ -196,7 +195,7 @@ class _Readers:
     """
 
     def __init__(self, source: Checkpoint, threads: int, n_ahead: int, checks: SourceChecks) -> None:
-        self.source, self._n_ahead, self._checks = source, n_ahead, checks
+        self.source, self._n_ahead, self.checks = source, n_ahead, checks
         self._order = {fqn: index for index, fqn in enumerate(source.entries)}
         self._threads = ThreadPoolExecutor(threads, "read")
         self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
@@ -236,7 +235,7 @@ class _Readers:
         try:
             band.reader.read(band, out)
         except DcptoolError as error:
-            self._checks.fail(error, band.reader.where)
+            self.checks.fail(error, band.reader.where)
             out[:] = bytes(len(out))
         return out
 
@@ -249,4 +248,4 @@ class _Readers:
     def _tensor_reader(self, fills: Sequence[Fill]) -> TensorReader:
         with self._lock:  # an index is made once
             chunks = self._index(fills[0].fqn)
-        return TensorReader(self.source.source, fills, chunks, self._checks.fail)
+        return TensorReader(self.source.source, fills, chunks, self.checks.fail)

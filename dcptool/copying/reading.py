@@ -121,7 +121,7 @@ class TensorReader:
         if not wanted:
             return
         for box in cut_box(bounding([part for _, part in wanted]), BAND_NBYTES // wide):
-            takers = tuple((index, common) for index, part in wanted if (common := _common(box, part)))
+            takers = tuple((index, common) for index, part in wanted if (common := intersect(box, part)))
             if takers:
                 box = takers[0][1] if len(takers) == 1 else bounding([common for _, common in takers])
                 yield Band(self, box, volume(box[1]) * itemsize, takers)
@@ -166,10 +166,6 @@ class TensorReader:
 
 PartReader = TensorReader | RecordReader
 """What reads the bands of a part."""
-
-
-def _common(box: Box, part: Box) -> Box | None:
-    return box if box == part else intersect(box, part)
 
 
 def _zero(array: np.ndarray[Any, Any]) -> Any:

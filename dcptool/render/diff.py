@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from dcptool.checkpoint.findings import Finding
 from dcptool.ops.diff.results import (
     EXTRA_STATE,
     HYPER_PARAMETER,
@@ -46,12 +45,8 @@ def diff_text(report: DiffReport, width: int) -> str:
     values = [difference for difference in report.differences if difference.kind == "values"]
     blocks += [_others_table(others, width)] if others else []
     blocks += [_values_table(values, width)] if values else []
-    blocks += [_findings_text(found) for found in (report.unreadable, report.notes) if found]
+    blocks += ["\n".join(finding_lines(found, "")) for found in (report.unreadable, report.notes) if found]
     return "\n\n".join(blocks)
-
-
-def _findings_text(findings: Sequence[Finding]) -> str:
-    return "\n".join(finding_lines(findings, ""))
 
 
 def verdict(report: DiffReport) -> str:
@@ -92,15 +87,9 @@ def _counts(report: DiffReport) -> list[str]:
 
 def _found(report: DiffReport) -> list[str]:
     """Return what differs, counted."""
-    by_kind = {kind: {d.fqn_a for d in report.differences if d.kind == kind} for kind in ("object", "kind", "layout")}
-    tensors = {difference.fqn_a for difference in report.differences if difference.kind in _OF_TENSORS}
     found = [f"names of {plural(report.alignment.n_aligned, 'entry')}"] if report.alignment else []
-    for names, noun in (
-        (tensors, "tensor"),
-        (by_kind["object"], "object"),
-        (by_kind["kind"], "kind"),
-        (by_kind["layout"], "layout"),
-    ):
+    for noun, kinds in (("tensor", _OF_TENSORS), *((kind, (kind,)) for kind in ("object", "kind", "layout"))):
+        names = {difference.fqn_a for difference in report.differences if difference.kind in kinds}
         found += [plural(len(names), noun)] if names else []
     for letter, entries in (("A", report.only_in_a), ("B", report.only_in_b)):
         count = sum(not entry.excused for entry in entries)

@@ -41,15 +41,12 @@ class LocalStorage:
             for item in found:
                 name = f"{folder}/{item.name}" if folder else item.name
                 try:
-                    if item.is_dir():
-                        entries.append(DirEntry(name, 0, True, item.is_symlink()))
-                    else:
-                        found_file = item.stat()
-                        entries.append(
-                            DirEntry(name, found_file.st_size, False, item.is_symlink(), found_file.st_mtime)
-                        )
+                    is_dir, is_link = item.is_dir(), item.is_symlink()
+                    there = None if is_dir else item.stat()
                 except OSError:  # a dangling or looping link, or gone since the listing
                     continue
+                size, mtime = (there.st_size, there.st_mtime) if there else (0, None)
+                entries.append(DirEntry(name, size, is_dir, is_link, mtime))
         return sorted(entries)
 
     def size(self, name: str) -> int | None:
@@ -75,14 +72,12 @@ class LocalStorage:
     def _take_back(self, name: str, descriptor: int) -> None:
         """Keep a descriptor for the next read of its file, up to _OPEN_FILES in all."""
         with self._lock:
-            if name in self._files or len(self._files) >= _OPEN_FILES:
-                spare = descriptor
-                if name not in self._files:
-                    _, spare = self._files.popitem(last=False)
-                    self._files[name] = descriptor
+            spare = self._files.pop(name, -1)
+            self._files[name] = descriptor
+            if len(self._files) > _OPEN_FILES:
+                _, spare = self._files.popitem(last=False)
+            if spare >= 0:
                 os.close(spare)
-            else:
-                self._files[name] = descriptor
 
     def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
         path = self._path(name)

@@ -6,6 +6,7 @@ Reads no tensor; of objects only those that may be an empty dict.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
@@ -126,12 +127,10 @@ def _flattening(whole: Sequence[Lone], parts: Sequence[Lone], name: str, other: 
     found: dict[str, int] = {}
     objects = {entry.fqn for entry in whole if entry.kind == "object"}
     for entry in parts if objects else ():
-        position = entry.fqn.find(".")
-        while position >= 0:
-            if entry.fqn[:position] in objects:
-                found[entry.fqn[:position]] = found.get(entry.fqn[:position], 0) + 1
-                break
-            position = entry.fqn.find(".", position + 1)
+        beginnings = accumulate(entry.fqn.split(".")[:-1], "{}.{}".format)
+        container = next((beginning for beginning in beginnings if beginning in objects), None)
+        if container is not None:
+            found[container] = found.get(container, 0) + 1
     if not found:
         return []
     first, count = next(iter(found.items()))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dcptool.checkpoint.boxes import BoxReader, ChunkIndex, check_whole
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
-from dcptool.checkpoint.extents import Chunk, Extent, Record, place_words
+from dcptool.checkpoint.extents import Chunk, Extent, Record, place_words, whereabouts
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.numbers import array_dtype
 from dcptool.checkpoint.regions import Box, index_in, volume
@@ -84,21 +84,14 @@ class UnreadableError(ItemError):
 
     def finding(self, n_more: int = 0) -> Finding:
         """Return it as a finding; `n_more` chunks of the same tensor cannot be read either."""
-        chunk, item, checkpoint = self.chunk, self.item, self.access.checkpoint
+        item, checkpoint = self.item, self.access.checkpoint
         message, step = str(self), f"dcptool verify --deep {checkpoint.path}"
         if item and is_lfs_pointer(checkpoint, item.file):
             message = f"{self.access.name}: {self.entry.fqn!r}: {item.file} is a Git LFS pointer, not the file itself"
             step = GET_LFS_FILES
         more = f" ({n_more:,} more of its chunks cannot be read)" if n_more else ""
         return Finding.of(
-            "unreadable",
-            f"{message}{more}",
-            item.file if item else None,
-            self.entry.fqn,
-            chunk.offsets if chunk else None,
-            chunk.sizes if chunk else None,
-            (item.byte_offset, item.byte_offset + item.nbytes) if item else None,
-            next_step=step,
+            "unreadable", f"{message}{more}", *whereabouts(item, self.entry.fqn, self.chunk), next_step=step
         )
 
 
@@ -142,7 +135,7 @@ class SideReader:
             chunk = self.entry.chunks[found]
             with unreadable(self.access, self.entry, chunk), self._lock(chunk):
                 # Checksums are looked at where values differ, see `require_undamaged`: equal bytes need none.
-                self._boxes.fill(found, common, out[index_in(box, common)], _ignore)
+                self._boxes.fill(found, common, out[index_in(box, common)], lambda *_: None)
         return out
 
     def is_zip(self, index: int, chunk: Chunk) -> bool:
@@ -196,7 +189,3 @@ class SideReader:
     def _lock(self, chunk: Chunk) -> AbstractContextManager[Any]:
         """Let one thread at a time at what decompresses an item and keeps the result."""
         return self.access.lock if chunk.item and chunk.item.transforms else nullcontext()
-
-
-def _ignore(byte_offset: int, data: memoryview) -> None:
-    return None

@@ -31,7 +31,9 @@ class _Buffer(threading.local):
     """Room for a band, another one in each thread."""
 
     def __init__(self) -> None:
-        self.band = memoryview(bytearray(BAND_NBYTES))
+        import numpy as np
+
+        self.band = np.empty(BAND_NBYTES, np.uint8).data
 
 
 class CheckpointReading:
