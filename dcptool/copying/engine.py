@@ -147,7 +147,7 @@ class _GroupWriter:
             self._finish(opened)
         except BaseException:
             for begun in opened:
-                begun.abort()
+                begun.sink.abort()
             raise
         return sum(written.nbytes for written in opened)
 
@@ -179,9 +179,9 @@ class _GroupWriter:
             self.partly_read = []
         for file in files:
             if not self._readers.checks.failures:
-                file.finish()
+                file.sink.finish()
             else:  # good for nothing: on an object store finishing would give it its name
-                file.abort()
+                file.sink.abort()
 
 
 class _Readers:

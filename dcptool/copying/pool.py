@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import TypeVar, cast
 
 MAX_THREADS = 8
 """Where nobody asked for a number: more do not make a disk faster, and each holds buffers of its own."""
@@ -19,6 +20,18 @@ Result = TypeVar("Result")
 def default_threads() -> int:
     """Return how many work at the same time if nobody says."""
     return min(os.cpu_count() or 1, MAX_THREADS)
+
+
+def per_thread(make: Callable[[], Result]) -> Callable[[], Result]:
+    """Return a function that makes something once in each thread, when it is first asked for there."""
+    local = threading.local()
+
+    def get() -> Result:
+        if not hasattr(local, "made"):
+            local.made = make()
+        return cast(Result, local.made)
+
+    return get
 
 
 class Pool:

@@ -223,19 +223,14 @@ def _told(
 
 
 def _notes(plan: _ConvertPlan, options: ConvertOptions, unproven: Collection[str]) -> tuple[str, ...]:
+    unchecked = f"--check did not compare the values of the {plan.selection.n_cast:,} tensors that were cast"
     return (
-        *_unchecked_notes(plan.selection, options),
+        *([unchecked] if options.check and plan.selection.n_cast else []),
         *plan.selection.notes,
         *plan.output.notes,
         *source_notes(plan.checkpoint, plan.selection, unproven),
         *leftover_notes(plan.path),
     )
-
-
-def _unchecked_notes(selection: Selection, options: ConvertOptions) -> tuple[str, ...]:
-    if not options.check or not selection.n_cast:
-        return ()
-    return (f"--check did not compare the values of the {selection.n_cast:,} tensors that were cast",)
 
 
 def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:

@@ -7,7 +7,6 @@ once it is known which tensors differ, the statistics of their equal boxes are a
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -16,7 +15,7 @@ from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Chunk, Ints
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import Box, contiguous_strides, volume
-from dcptool.copying.pool import Pool
+from dcptool.copying.pool import Pool, per_thread
 from dcptool.errors import DcptoolError
 from dcptool.ops.diff import arithmetic
 from dcptool.ops.diff.arithmetic import Errors, Sums
@@ -45,8 +44,8 @@ class TensorOutcome(NamedTuple):
     unreadable: tuple[Finding, ...]
 
 
-class Buffers(threading.local):
-    """What a thread reads into, others in each: a box of each side and a scratch of booleans."""
+class Buffers:
+    """What one thread reads into: a box of each side and a scratch of booleans; made once."""
 
     def __init__(self, nbytes: int) -> None:
         import numpy as np
@@ -70,7 +69,7 @@ class ValueComparison:
         self._progress = progress or (lambda nbytes: None)
         pieces = (access.checkpoint.storage.piece_nbytes for access in (a, b))
         self._box_nbytes = min(max(pieces), MAX_BOX_NBYTES)
-        self._buffers = Buffers(self._box_nbytes)
+        self._buffers = per_thread(lambda: Buffers(self._box_nbytes))
 
     def run(self, pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> list[TensorOutcome]:
         """Compare pairs of tensors; both of a pair have one shape.
@@ -120,13 +119,13 @@ class ValueComparison:
             return False
         if not b.access.checkpoint.format.items_apart or not a.is_zip(common.chunk_a, one):
             return False
-        buffers = self._buffers
+        buffers = self._buffers()
         pieces = zip(a.pieces(one, one.item, buffers.a), b.pieces(other, other.item, buffers.b), strict=True)
         return all(arithmetic.same_bits(x, y, buffers.mask) for x, y in pieces)
 
     def _compare_box(self, state: _PairState, common: CommonBox) -> Errors | UnreadableError | None:
         """Return None if a box is equal bit for bit, else how it differs, or why it cannot be read."""
-        buffers, (box, index_a, index_b) = self._buffers, common
+        buffers, (box, index_a, index_b) = self._buffers(), common
         try:
             a = state.a.read(box, index_a, buffers.a)
             b = state.b.read(box, index_b, buffers.b)
@@ -148,7 +147,7 @@ class ValueComparison:
         for index, common in enumerate(batch.boxes):
             if batch.ordinal + index not in state.looked_at:
                 try:
-                    array = state.a.read(common.box, common.chunk_a, self._buffers.a)
+                    array = state.a.read(common.box, common.chunk_a, self._buffers().a)
                 except UnreadableError:
                     continue
                 sums = arithmetic.sum_up(array, state.a.entry.dtype)

@@ -15,6 +15,7 @@ from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.fill import RecordCheck
 from dcptool.checkpoint.regions import cut_box, volume
 from dcptool.copying.outputs import Fill
+from dcptool.copying.pool import per_thread
 from dcptool.copying.reading import BAND_NBYTES, Band, TensorReader, Where
 from dcptool.errors import DcptoolError, ItemError, LayoutError
 from dcptool.ops.inspect.moments import Moments, measure
@@ -27,15 +28,6 @@ class BandOfTensor(NamedTuple):
     band: Band | None
 
 
-class _Buffer(threading.local):
-    """Room for a band, another one in each thread."""
-
-    def __init__(self) -> None:
-        import numpy as np
-
-        self.band = np.empty(BAND_NBYTES, np.uint8).data
-
-
 class CheckpointReading:
     """What is shared by the tensors of one checkpoint while they are read.
 
@@ -45,7 +37,7 @@ class CheckpointReading:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self._buffer = _Buffer()
+        self._buffer = per_thread(lambda: memoryview(bytearray(BAND_NBYTES)))
         self._problems: dict[tuple[str, int, int], str] = {}
         self.n_unproven = 0
         # What decompresses an item keeps the result, and is made for one thread.
@@ -66,7 +58,7 @@ class CheckpointReading:
         measurement, band = wanted
         if band is None or measurement.failures:
             return Moments()
-        out = self._buffer.band[: band.nbytes]
+        out = self._buffer()[: band.nbytes]
         try:
             with self._lock:
                 band.reader.read(band, out)
