@@ -128,7 +128,7 @@ class Checkpoint(Mapping[str, Entry]):
         """
         entry = self._tensor(fqn)
         region = self._region(entry, offsets, sizes)
-        reader, parts = BoxReader(self.source, entry), list(ChunkIndex(entry).touching(region))
+        reader, parts = BoxReader(self.source, entry), list(ChunkIndex(entry.chunks).touching(region))
         if sum(volume(common[1]) for _, common in parts) < volume(region[1]) or len(parts) > 1:
             gap = first_gap(region, [common for _, common in parts])
             if gap:

@@ -137,6 +137,11 @@ class Chunks(Sequence[Chunk]):
         return Chunk(*self.box(index), self._table.item(self._first_row + index))
 
     @property
+    def ndim(self) -> int:
+        """Dimensions of the tensor."""
+        return self._ndim
+
+    @property
     def first_row(self) -> int:
         """Row of the first chunk in the table; the others follow it."""
         return self._first_row

@@ -5,6 +5,7 @@ Files are read front to back, small items together, by several threads. Knows no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Event
@@ -84,19 +85,15 @@ def item_problems(
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    problems: list[Finding] = []
     tally = Tally()
-    told: dict[str, int] = {}
-    untold: dict[tuple[str, bool], int] = {}
+    by_name: dict[str, list[Finding]] = {}
     for items, (found, looked) in zip(ranges, done, strict=True):
         tally = tally.plus(looked)
-        room = MAX_PER_FILE - told.get(items.file, 0)
-        problems += found[: max(room, 0)]
-        told[items.file] = told.get(items.file, 0) + len(found)
-        for finding in found[max(room, 0) :]:
-            key = items.file, finding.traits.effect is Effect.UNREAD
-            untold[key] = untold.get(key, 0) + 1
-    for (file, unsupported), count in untold.items():
+        by_name.setdefault(items.file, []).extend(found)
+    problems = [finding for found in by_name.values() for finding in found[:MAX_PER_FILE]]
+    untold = [(file, finding) for file, found in by_name.items() for finding in found[MAX_PER_FILE:]]
+    counts = Counter((file, finding.traits.effect is Effect.UNREAD) for file, finding in untold)
+    for (file, unsupported), count in counts.items():
         what = "cannot be looked into" if unsupported else "are damaged"
         kind = "unsupported-item" if unsupported else "damaged-item"
         problems.append(Finding.of(kind, f"{count:,} more items of {file} {what}", file))

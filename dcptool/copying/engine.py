@@ -201,7 +201,7 @@ class _Readers:
         self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # The last few are kept, for all boxes of a tensor come together.
-        self._index = lru_cache(MAX_INDEXES)(lambda fqn: ChunkIndex(source.entries[fqn]))
+        self._index = lru_cache(MAX_INDEXES)(lambda fqn: ChunkIndex(source.tensors[fqn].chunks))
 
     def __enter__(self) -> _Readers:
         return self
@@ -246,6 +246,7 @@ class _Readers:
             self._buffers.put(memoryview(whole))
 
     def _tensor_reader(self, fills: Sequence[Fill]) -> TensorReader:
+        entry = self.source.tensors[fills[0].fqn]
         with self._lock:  # an index is made once
-            chunks = self._index(fills[0].fqn)
-        return TensorReader(self.source.source, fills, chunks, self.checks.fail)
+            chunks = self._index(entry.fqn)
+        return TensorReader(self.source.source, entry, fills, chunks, self.checks.fail)

@@ -170,9 +170,5 @@ def source_notes(checkpoint: Checkpoint, selection: Selection, unproven: Collect
 
 def leftover_notes(path: str) -> list[str]:
     """Name temporary output that an earlier run left beside a path."""
-    left = leftovers(path)
-    return (
-        [f"{left[0]} is temporary output of a run that was killed, or still works; if none does, delete it"]
-        if left
-        else []
-    )
+    what = "is temporary output of a run that was killed, or still works; if none does, delete it"
+    return [f"{left} {what}" for left in leftovers(path)[:1]]

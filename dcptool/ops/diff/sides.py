@@ -183,7 +183,7 @@ class SideReader:
     def _parts(self, box: Box, index: int) -> Iterable[tuple[int, Box]]:
         if index >= 0:
             return [(index, box)]
-        chunks = self._index = self._index or ChunkIndex(self.entry)
+        chunks = self._index = self._index or ChunkIndex(self.entry.chunks)
         return chunks.touching(box)
 
     def _lock(self, chunk: Chunk) -> AbstractContextManager[Any]:

@@ -123,7 +123,7 @@ class Measurement:
             return
         _require_exact_cover(entry)
         whole = Fill(entry.fqn, (0,) * len(entry.shape), entry.shape, entry.dtype, entry.nbytes)
-        reader = self._reader = TensorReader(checkpoint.source, [whole], ChunkIndex(entry), self.fail)
+        reader = self._reader = TensorReader(checkpoint.source, entry, [whole], ChunkIndex(entry.chunks), self.fail)
         for chunk in entry.chunks.boxes():
             for box in cut_box(chunk, BAND_NBYTES // itemsize) if volume(chunk[1]) else ():
                 yield Band(reader, box, volume(box[1]) * itemsize, ())
