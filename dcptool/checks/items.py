@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from threading import Event
 from typing import NamedTuple
 
@@ -149,9 +149,11 @@ class _Scan:
                     self._window.load(items.file, starts[index], end)
             for at in there[position:last]:
                 placed = self._by_file.item(items.file, items.first + at)
-                looked = Tally(n_unread=1)
-                with self._telling(placed):
+                try:
                     looked = self._look_at(placed)
+                except DcptoolError as error:
+                    looked = Tally(n_unread=1)
+                    self._tell(placed, error)
                 self._tally = self._tally.plus(looked)
             position = last
         return self.problems, self._tally
@@ -189,17 +191,12 @@ class _Scan:
             self._add("wrong-crc", placed, message)
         return record.nbytes
 
-    @contextmanager
-    def _telling(self, placed: Placed) -> Iterator[None]:
-        """Make a finding of what is raised about an item."""
-        try:
-            yield
-        except UnsupportedError as error:
+    def _tell(self, placed: Placed, error: DcptoolError) -> None:
+        """Make a finding of what was raised about an item."""
+        if isinstance(error, UnsupportedError):
             self._add("unsupported-item", placed, error.message, error.next_step or _UNKNOWN)
-        except StorageError as error:
-            self._add("unreadable", placed, error.message)
-        except DcptoolError as error:
-            self._add("damaged-item", placed, error.message)
+        else:
+            self._add("unreadable" if isinstance(error, StorageError) else "damaged-item", placed, error.message)
 
     def _add(self, kind: str, placed: Placed, message: str, step: str = "") -> None:
         item = placed.item

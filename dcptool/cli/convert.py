@@ -60,7 +60,7 @@ def convert(source: str, target: str, to: str, engine: str, trust: bool, dry_run
     from dcptool.cli.progress import bar
     from dcptool.ops.convert.convert import ConvertOptions
     from dcptool.ops.convert.convert import convert as convert_path
-    from dcptool.render.convert import conversion_json, conversion_lines, plan_text
+    from dcptool.render.convert import conversion_json, conversion_line, left_out_lines, plan_text
 
     _require_meaning(to, target)
     if engine == "torch":
@@ -78,8 +78,8 @@ def convert(source: str, target: str, to: str, engine: str, trust: bool, dry_run
     meant = ConvertOptions(renaming=renaming, **chosen)
     with bar() as progress:
         done = convert_path(source, target, to, meant, dry_run=dry_run, progress=progress)
-    notes, last = conversion_lines(done)
-    options.answer(lambda: conversion_json(done), lambda: plan_text(done) if dry_run else last, notes)
+    show = plan_text if dry_run else conversion_line
+    options.answer(lambda: conversion_json(done), lambda: show(done), done.notes, left_out_lines(done))
     return 1 if done.corrupt else 0
 
 

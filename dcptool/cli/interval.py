@@ -68,10 +68,10 @@ def interval(
         intervals=intervals,
         cadence_seconds=cadence.interval_seconds if cadence else None,
     )
-    notes = []
+    lines = []
     if cadence and cadence.interval_seconds is None:
-        notes.append(f"note: too few markers in {shown(cadence.path)} to tell how often it saves; --interval shows one")
-    options.answer(lambda: interval_json(report, cadence), lambda: interval_text(report, cadence), notes)
+        lines.append(f"note: too few markers in {shown(cadence.path)} to tell how often it saves; --interval shows one")
+    options.answer(lambda: interval_json(report, cadence), lambda: interval_text(report, cadence), lines=lines)
     return 0
 
 

@@ -184,15 +184,29 @@ def say(text: str) -> None:
         click.echo(text)
 
 
-def answer(document: Callable[[], dict[str, Any]], text: Callable[[], str], notes: Iterable[str] = ()) -> None:
-    """Print a result in the form that is asked for: JSON alone, or text and on stderr its notes; nothing if quiet."""
+def answer(
+    document: Callable[[], dict[str, Any]],
+    text: Callable[[], str],
+    notes: Iterable[str] = (),
+    lines: Iterable[str] = (),
+) -> None:
+    """Print a result in the form that is asked for: JSON alone, or text; nothing if quiet.
+
+    Args:
+        document: makes the JSON.
+        text: makes the text.
+        notes: sentences that go to stderr beside the text.
+        lines: what goes there before them, as it is.
+    """
+    from dcptool.words import shown
+
     if is_quiet():
         return
     if wants_json():
         print_json(document())
     else:
-        for note in notes:
-            click.echo(note, err=True)
+        for line in (*lines, *(f"note: {shown(note)}" for note in notes)):
+            click.echo(line, err=True)
         click.echo(text())
 
 

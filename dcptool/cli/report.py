@@ -31,7 +31,7 @@ def report(path: str, output: str, records: bool, deep: bool, threads: int | Non
     gc.disable()  # nothing here makes cycles worth the time that looking for them takes
     from dcptool.cli.progress import bar
     from dcptool.ops.report.report import write_report
-    from dcptool.render.report import report_json, report_lines
+    from dcptool.render.report import report_json, report_line
 
     if output == "-":
         raise click.UsageError("-o names a file, such as report.html; the page is not written to stdout")
@@ -39,6 +39,5 @@ def report(path: str, output: str, records: bool, deep: bool, threads: int | Non
     with bar() as progress:
         level = options.level_of(records, deep)
         done = write_report(path, output, level=level, threads=threads, **chosen, progress=progress)
-    notes, last = report_lines(done)
-    options.answer(lambda: report_json(done), lambda: last, notes)
+    options.answer(lambda: report_json(done), lambda: report_line(done), done.notes)
     return 0 if done.good else 1

@@ -28,10 +28,8 @@ def rescue(path: str, **chosen: Any) -> int:
     from dcptool.cli.progress import bar
     from dcptool.ops.rescue.rescue import rescue as rescue_path
     from dcptool.render.rescue import rescued_json, rescued_text
-    from dcptool.words import shown
 
     with bar() as progress:
         done = rescue_path(path, **chosen, progress=progress)
-    notes = [f"note: {shown(note)}" for note in done.notes]
-    options.answer(lambda: rescued_json(done), lambda: rescued_text(done), notes)
+    options.answer(lambda: rescued_json(done), lambda: rescued_text(done), done.notes)
     return 0

@@ -55,7 +55,6 @@ def reshard(source: str | None, target: str | None, dry_run: bool, **chosen: Any
     from dcptool.ops.reshard.reshard import ReshardOptions, options_problem
     from dcptool.ops.reshard.reshard import reshard as reshard_path
     from dcptool.render.reshard import plan_text, resharded_json, resharded_line
-    from dcptool.words import shown
 
     meant = ReshardOptions(**chosen)
     problem = options_problem(meant)
@@ -66,7 +65,6 @@ def reshard(source: str | None, target: str | None, dry_run: bool, **chosen: Any
     with bar() as progress:
         done = reshard_path(source, target, meant, dry_run=dry_run, progress=progress)
     if speaks_for_all():
-        notes = [f"note: {shown(note)}" for note in done.notes]
         show = plan_text if dry_run else resharded_line
-        options.answer(lambda: resharded_json(done), lambda: show(done), notes)
+        options.answer(lambda: resharded_json(done), lambda: show(done), done.notes)
     return 0

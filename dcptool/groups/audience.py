@@ -85,10 +85,6 @@ class UnfinishedOutput:
         elif kind == "published":
             self.path, self.published = "", True
 
-    def keep(self) -> None:
-        """Leave all as it is: the members ended well."""
-        self.path = ""
-
     def remove(self) -> None:
         """Remove a temporary folder whole, of an object store what was made there. Never raises."""
         if is_temporary(self.path):

@@ -168,7 +168,7 @@ class _Watch:
             found.told_elsewhere = False  # whoever it came from: here is where the user is told
             trace = getattr(found, "trace", "")
             raise found from (RuntimeError(f"\n{trace}") if trace else None)
-        self._output.keep()
+        self._output.path = ""  # the members ended well: nothing is to be removed
         return found
 
     def end(self) -> None:

@@ -228,10 +228,6 @@ class translated:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._translate(error)
-
-    def _translate(self, error: BaseException) -> None:
         """Raise what an error becomes; return if it stays as it is."""
         path, missing = self._path, self._missing
         if isinstance(error, StorageError | CheckpointNotFoundError) or not isinstance(error, Exception):

@@ -8,8 +8,8 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.entries import TensorEntry
-from dcptool.checkpoint.extents import Extent
+from dcptool.checkpoint.entries import ObjectEntry
+from dcptool.checkpoint.extents import Extent, place_words
 from dcptool.checkpoint.findings import Finding, errors
 from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects
@@ -241,24 +241,22 @@ def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
     unread = Effect.UNREAD  # which is refused when it is read
     damaged = [finding for finding in errors(report.findings) if finding.traits.effect is not unread]
     named = {finding.fqn for finding in damaged}
-    there = {name: checkpoint.storage.size(name) or 0 for name in checkpoint.usage}
-    missing = {name for name in checkpoint.usage if checkpoint.storage.size(name) is None}
-    short = {name for name, use in checkpoint.usage.items() if there[name] < use.end}
+    there = {name: checkpoint.storage.size(name) for name in checkpoint.usage}
+    short = {name for name, use in checkpoint.usage.items() if (there[name] or 0) < use.end}
 
     def is_lost(item: Extent | None) -> bool:
-        return item is not None and item.file in short and item.byte_offset + item.nbytes > there[item.file]
+        return item is not None and item.file in short and item.span[1] > (there[item.file] or 0)
 
     for fqn, entry in checkpoint.items() if short else ():
         if fqn in named:
             continue
-        if isinstance(entry, TensorEntry):
-            touched = not short.isdisjoint(filter(None, entry.chunks.files()))
-            lost = next((chunk.item for chunk in entry.chunks if is_lost(chunk.item)), None) if touched else None
+        if isinstance(entry, ObjectEntry):
+            items = iter([entry.item])
         else:
-            lost = entry.item if is_lost(entry.item) else None
+            items = iter(()) if short.isdisjoint(entry.chunks.files()) else (chunk.item for chunk in entry.chunks)
+        lost = next(filter(is_lost, items), None)
         if lost:
-            where = f"{lost.file}, bytes {lost.byte_offset:,}–{lost.byte_offset + lost.nbytes:,}"
-            why = "is missing" if lost.file in missing else f"ends at byte {there[lost.file]:,}"
-            message = f"{fqn!r} is stored in {where}; that file {why}"
+            why = "is missing" if there[lost.file] is None else f"ends at byte {there[lost.file]:,}"
+            message = f"{fqn!r} is stored in {place_words(lost)}; that file {why}"
             damaged.append(Finding.of("lost-entry", message, lost.file, fqn))
     return damaged

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import NamedTuple
 
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.selection import globs, require_match, unmatched
 from dcptool.checks.check import Level
 from dcptool.copying.outputs import OutputFile
@@ -99,16 +101,13 @@ def write_report(
     verdict = judge(checkpoint.path, VerifyOptions(level=level, threads=threads), progress, checkpoint)
     summary = summarize_checkpoint(checkpoint, keys, exclude, chunks=False, depth=1)
     created = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    document = describe(checkpoint, summary, verdict, created)
-    data = to_html(document).encode("utf-8")
+    data = to_html(describe(checkpoint, summary, verdict, created)).encode("utf-8")
     with prepare(out, True, len(data), overwrite, source) as place:
         [file] = place.named([OutputFile(base_name(out), len(data), ())])
         pieces = (data[start : start + WRITE_NBYTES] for start in range(0, len(data), WRITE_NBYTES))
         write_pieces(place.storage, file.name, pieces)
         place.publish(overwrite)
-    counts = {"error": 0, "warning": 0, "note": 0}
-    for group in document["findings"]:
-        counts[group["severity"]] += group["count"]
+    counts = Counter(finding.severity for finding in verdict.findings)
     return WrittenReport(
         out,
         len(data),
@@ -118,8 +117,8 @@ def write_report(
         len(summary.objects),
         sum(tensor.n_chunks for tensor in summary.tensors),
         len(summary.files),
-        counts["error"],
-        counts["warning"],
+        counts[Severity.ERROR],
+        counts[Severity.WARNING],
         time.perf_counter() - began,
         (*found_below(source, checkpoint), *unmatched(checkpoint, keys, exclude), *leftover_notes(out)),
     )

@@ -152,7 +152,7 @@ def rescue(
         sum(proof.n_unverifiable for proof in proofs),
         save_id,
         time.perf_counter() - began,
-        tuple(_notes(location, before, proofs, names, output is not None)),
+        tuple(_notes(before, proofs, names, output is not None)),
         not dry_run,
     )
 
@@ -309,9 +309,7 @@ def _copy(source: Storage, target: Storage, match: Match) -> None:
     write_pieces(target, match.name, pieces)
 
 
-def _notes(
-    location: Location, files: Mapping[str, DirEntry], proofs: Sequence[Proof], names: Sequence[str], is_copy: bool
-) -> list[str]:
+def _notes(files: Mapping[str, DirEntry], proofs: Sequence[Proof], names: Sequence[str], is_copy: bool) -> list[str]:
     found = []
     temporary = next((name for name in files if name.startswith(METADATA) and name != METADATA), None)
     if temporary:
