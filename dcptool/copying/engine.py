@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import lru_cache, partial
@@ -21,6 +20,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.copying.checking import PartlyRead, SourceChecks, settle
 from dcptool.copying.outputs import Fill, OutputFile
+from dcptool.copying.pool import ahead_of
 from dcptool.copying.reading import BAND_NBYTES, Band, RecordReader, TensorReader
 from dcptool.copying.schedule import HandOut, Move, WriteBytes, schedule
 from dcptool.copying.writing import OpenFile
@@ -214,17 +214,14 @@ class _Readers:
         return schedule(files, self._order, self._tensor_reader, partial(RecordReader, self.source.source))
 
     def ahead(self, moves: Iterable[Move]) -> Iterator[tuple[Move, Future[memoryview] | None]]:
-        """Yield moves in order, with bands of later ones read meanwhile, across the borders of parts."""
-        taken: deque[tuple[Move, Future[memoryview] | None]] = deque()
-        for move in moves:
-            data = None
+        """Return moves in order, with bands of later ones read meanwhile, across the borders of parts."""
+
+        def begin(move: Move) -> Future[memoryview] | None:
             if isinstance(move, HandOut) and move.band.nbytes > INLINE_NBYTES:
-                data = self._threads.submit(self.read, move.band)
-            taken.append((move, data))
-            if len(taken) > self._n_ahead:
-                yield taken.popleft()
-        while taken:
-            yield taken.popleft()
+                return self._threads.submit(self.read, move.band)
+            return None
+
+        return ahead_of(moves, begin, self._n_ahead)
 
     def read(self, band: Band) -> memoryview:
         """Read a band into a buffer, which is to be given back; zeros stand in place of what cannot be read."""

@@ -6,7 +6,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, cast
 
 MAX_THREADS = 8
@@ -34,6 +34,19 @@ def per_thread(make: Callable[[], Result]) -> Callable[[], Result]:
     return get
 
 
+def ahead_of(
+    items: Iterable[Argument], begin: Callable[[Argument], Result], count: int
+) -> Iterator[tuple[Argument, Result]]:
+    """Yield items in order, each with what was begun for it while `count` items before it were still to be taken."""
+    taken: deque[tuple[Argument, Result]] = deque()
+    for item in items:
+        taken.append((item, begin(item)))
+        if len(taken) > count:
+            yield taken.popleft()
+    while taken:
+        yield taken.popleft()
+
+
 class Pool:
     """Threads that call functions; a context manager, which drops what has not begun when it is left.
 
@@ -55,12 +68,6 @@ class Pool:
         self, function: Callable[[Argument], Result], arguments: Iterable[Argument]
     ) -> Iterator[tuple[Argument, Result]]:
         """Yield each argument with its result, in order; arguments are taken from their source as needed."""
-        ahead: deque[tuple[Argument, Future[Result]]] = deque()
-        for argument in arguments:
-            ahead.append((argument, self._executor.submit(function, argument)))
-            if len(ahead) > self.n_threads * _AHEAD_PER_THREAD:
-                done, future = ahead.popleft()
-                yield done, future.result()
-        while ahead:
-            done, future = ahead.popleft()
-            yield done, future.result()
+        count = self.n_threads * _AHEAD_PER_THREAD
+        for argument, future in ahead_of(arguments, lambda one: self._executor.submit(function, one), count):
+            yield argument, future.result()

@@ -234,19 +234,14 @@ def _values_table(differences: Sequence[Difference], width: int) -> str:
 def _value_cells(group: Sequence[Difference]) -> list[str]:
     found = [difference.values for difference in group if difference.values]
     counts = f"{sum(v.n_different for v in found):,} of {sum(v.n_elements for v in found):,}"
-    most = [
-        max((e for e in errors if e is not None), default=None) for errors in zip(*map(_errors, found), strict=True)
-    ]
+    pairs = zip(*((values.max_abs, values.max_rel) for values in found), strict=True)
+    most = [max((error for error in errors if error is not None), default=None) for errors in pairs]
     cells = [counts, *("" if error is None else _short(error) for error in most)]
     if len(found) > 1:
         return [*cells, "", "", "", _note(group[0])]
     values = found[0]
     first = str(list(values.first)) if values.first else ""
     return [*cells, first, _both(values, "norm"), _both(values, "mean"), _note(group[0])]
-
-
-def _errors(values: Values) -> tuple[float | None, float | None]:
-    return values.max_abs, values.max_rel
 
 
 def _both(values: Values, field: str) -> str:

@@ -32,14 +32,13 @@ from dcptool.checkpoint.entries import Entry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Extent, Ints, Payload, Record, place_words
 from dcptool.checkpoint.fill import RecordCheck, fill
 from dcptool.checkpoint.regions import is_contiguous, volume
-from dcptool.copying.pool import Pool
+from dcptool.copying.pool import MAX_THREADS, Pool
 from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
 from dcptool.formats.dcp.items import undo_transforms
 from dcptool.formats.detect import open_checkpoint
 from dcptool.storage import join
 from dcptool.storage.window import Window
 
-MAX_THREADS = 8
 _PIECE_NBYTES = 1 << 20
 _SMALL_NBYTES = 1 << 20
 """An item up to this length is read at once, its headers and its bytes together."""

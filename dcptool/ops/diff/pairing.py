@@ -79,11 +79,8 @@ def pair(
 
 def lone(known: Known, excused: str = "") -> Lone:
     """Return an entry that is on one side only, with its topic."""
-    topic = ""
-    if _PARAM_GROUPS.search(known.fqn):
-        topic = HYPER_PARAMETER
-    elif _EXTRA_STATE.search(known.fqn):
-        topic = EXTRA_STATE
+    topics = ((HYPER_PARAMETER, _PARAM_GROUPS), (EXTRA_STATE, _EXTRA_STATE))
+    topic = next((topic for topic, pattern in topics if pattern.search(known.fqn)), "")
     return Lone(known.fqn, known.kind, known.dtype, known.shape, topic, excused)
 
 

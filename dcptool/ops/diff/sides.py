@@ -6,6 +6,7 @@ Checksums are looked at only where values differ: of equal bytes none has to be 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,8 @@ class Access:
     def __init__(self, name: str, checkpoint: Checkpoint) -> None:
         self.name, self.checkpoint = name, checkpoint
         self.lock = threading.Lock()
-        self._checks: dict[Record, _CheckOnce] = {}
+        self._problems: dict[Record, str] = {}
+        self._locks: defaultdict[Record, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
 
     def problem(self, record: Record) -> str:
@@ -48,27 +50,18 @@ class Access:
         if record.crc32 is None:
             return ""
         with self._lock:
-            check = self._checks.setdefault(record, _CheckOnce())
-        with check.lock:
-            if check.problem is None:
-                check.problem = check_whole(self.checkpoint.source, record)
-        return check.problem
+            lock = self._locks[record]
+        with lock:  # others wait for the thread that reads it
+            if record not in self._problems:
+                self._problems[record] = check_whole(self.checkpoint.source, record)
+            return self._problems[record]
 
     def forget(self, records: Iterable[Record]) -> None:
         """Forget records that no other tensor has: in a DCP every chunk has one of its own."""
         if self.checkpoint.format.items_apart:
             for record in records:
-                self._checks.pop(record, None)
-
-
-class _CheckOnce:
-    """What is wrong with a record, None before one thread has read it, for which others wait."""
-
-    __slots__ = ("lock", "problem")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.problem: str | None = None
+                self._problems.pop(record, None)
+                self._locks.pop(record, None)
 
 
 class UnreadableError(ItemError):
