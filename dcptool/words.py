@@ -84,6 +84,11 @@ def endings(name: str) -> list[str]:
     return [".".join(parts[start:]) for start in range(len(parts))]
 
 
+def fields_of(found: object, *names: str) -> dict[str, Any]:
+    """Return these attributes of a value by name, for JSON; what is said otherwise there is put over them."""
+    return {name: getattr(found, name) for name in names}
+
+
 class _Short(reprlib.Repr):
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -93,12 +93,9 @@ def _require_meaning(to: str, target: str) -> None:
         click.UsageError: naming the first of them.
     """
     ctx = click.get_current_context()
-    given = [
-        param
-        for param in ctx.command.params
-        if param.name and ctx.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE
-    ]
-    names = {param.name: param.opts[0] for param in given}
+    given = click.core.ParameterSource.COMMANDLINE
+    options_by_name = {param.name: param.opts[0] for param in ctx.command.params if param.name}
+    names = {name: option for name, option in options_by_name.items() if ctx.get_parameter_source(name) is given}
     if ctx.params["engine"] == "torch":
         unused = [option for name, option in names.items() if name not in _ENGINE_TORCH_TAKES]
         if unused:

@@ -11,8 +11,7 @@ from dcptool.ops.inspect.inspect import Summary
 from dcptool.ops.inspect.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
 from dcptool.pickles import plain
 from dcptool.render.findings import finding_json
-from dcptool.render.text import fields_of
-from dcptool.words import value
+from dcptool.words import fields_of, value
 
 if TYPE_CHECKING:
     from dcptool.ops.inspect.stats import TensorStats

@@ -1,9 +1,8 @@
-"""Tables for a terminal, and fields for JSON."""
+"""Tables for a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 MIN_NAME_WIDTH = 40
 """Names up to this long stay in their row however narrow the terminal is."""
@@ -41,8 +40,3 @@ def table(
     for line, row, shortened in zip(lines, rows, kept, strict=True):
         out += [line] if shortened[0] == row[0] else [row[0], line]
     return "\n".join(line.rstrip() for line in out)
-
-
-def fields_of(value: object, *names: str) -> dict[str, Any]:
-    """Return these attributes of a value by name, for JSON; what is said otherwise there is put over them."""
-    return {name: getattr(value, name) for name in names}

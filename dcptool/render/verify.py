@@ -11,8 +11,8 @@ from dcptool.formats.marker import Marker
 from dcptool.ops.verify.verdict import State, Verdict
 from dcptool.ops.verify.verify import VerifyReport
 from dcptool.render.findings import finding_json, finding_lines
-from dcptool.render.text import fields_of, table
-from dcptool.words import nbytes, plural, shown
+from dcptool.render.text import table
+from dcptool.words import fields_of, nbytes, plural, shown
 
 SCHEMA = 1
 _ALSO = {

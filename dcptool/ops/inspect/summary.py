@@ -170,12 +170,11 @@ def summarize_checkpoint(
 
 
 def _files(checkpoint: Checkpoint) -> tuple[FileSummary, ...]:
-    found = []
-    for name in dict.fromkeys([*checkpoint.files, *sorted(checkpoint.usage)]):
-        use = checkpoint.usage.get(name, FileUse(0, 0, 0))
-        rank = checkpoint.format.rank_of(name)
-        found.append(FileSummary(name, checkpoint.files.get(name), rank, use.items, use.nbytes))
-    return tuple(found)
+    def summary(name: str) -> FileSummary:
+        n_items, nbytes, _ = checkpoint.usage.get(name, FileUse(0, 0, 0))
+        return FileSummary(name, checkpoint.files.get(name), checkpoint.format.rank_of(name), n_items, nbytes)
+
+    return tuple(map(summary, dict.fromkeys([*checkpoint.files, *sorted(checkpoint.usage)])))
 
 
 def _tensor(entry: TensorEntry, found: Layout, chunks: bool) -> TensorSummary:

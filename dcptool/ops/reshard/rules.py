@@ -211,7 +211,7 @@ def _as_in(like: Checkpoint, item: SelectedTensor | SelectedObject) -> Held:
     other = like[item.name]
     if not isinstance(other, TensorEntry):
         return Held(item.name, 1, [Holding(None, (_rank_in(like, other.item),))])
-    holdings = [Holding((chunk.offsets, chunk.sizes), (_rank_in(like, chunk.item),)) for chunk in other.chunks]
+    holdings = [Holding(chunk[:2], (_rank_in(like, chunk.item),)) for chunk in other.chunks]
     return Held(item.name, other.nbytes, holdings)
 
 
@@ -222,10 +222,7 @@ def _repacked(source: Checkpoint, items: Sequence[SelectedTensor | SelectedObjec
         if isinstance(item, SelectedObject):
             stored.append((_place(source, item.entry.item), position, None))
         else:
-            boxes = (
-                (_place(source, chunk.item), position, (chunk.offsets, chunk.sizes)) for chunk in item.entry.chunks
-            )
-            stored += boxes
+            stored += ((_place(source, chunk.item), position, chunk[:2]) for chunk in item.entry.chunks)
     stored.sort(key=lambda place: place[:2])
     total = sum(_nbytes(items[position], box) for _, position, box in stored) or 1
     holdings: list[list[Holding]] = [[] for _ in items]
