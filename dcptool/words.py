@@ -74,6 +74,21 @@ def cut_lines(lines: Sequence[str], most: int, count: int | None = None, more: s
     return [*lines[:most], *([f"{indent}… and {left:,} more{more}"] if left > 0 else [])]
 
 
+def endings(name: str) -> list[str]:
+    """Return a dotted name and its endings behind dots, the longest first.
+
+    >>> endings("model.emb.weight")
+    ['model.emb.weight', 'emb.weight', 'weight']
+    """
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(len(parts))]
+
+
+def fields_of(found: object, *names: str) -> dict[str, Any]:
+    """Return these attributes of a value by name, for JSON; what is said otherwise there is put over them."""
+    return {name: getattr(found, name) for name in names}
+
+
 class _Short(reprlib.Repr):
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 HURRY = """
-from dcptool.groups import group, supervisor
+from dcptool.groups import group, together
 from dcptool.ops.reshard import plan
 group.BEAT_SECONDS, group.LINGER_SECONDS, group.ORPHAN_SECONDS = 0.2, 1.0, 1.0
-supervisor.GRACE_SECONDS, supervisor.LAST_SECONDS = 1.0, 0.5
+together.GRACE_SECONDS, together.LAST_SECONDS = 1.0, 0.5
 plan.MIN_TIMEOUT = 1.0
 """
 """Code that has `reshard` wait a fifth as long for what will not come: the same, sooner."""

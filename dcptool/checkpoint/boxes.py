@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from dcptool.checkpoint.entries import Entry, Source, TensorEntry, require_box
+from dcptool.checkpoint.chunks import Chunks
+from dcptool.checkpoint.entries import Source, TensorEntry, require_box
 from dcptool.checkpoint.extents import Chunk, Ints, Payload, Record
 from dcptool.checkpoint.fill import RecordCheck, Update, fill
 from dcptool.checkpoint.regions import Box, intersect
-from dcptool.errors import LayoutError
+from dcptool.errors import DcptoolError, LayoutError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,27 +25,23 @@ _PIECE_NBYTES = 1 << 20
 
 
 class ChunkIndex:
-    """The chunks of a tensor by their place along the first dimension.
+    """The chunks of a tensor by their place along the dimension in which they begin at most different places."""
 
-    Raises:
-        LayoutError: the entry is no tensor.
-    """
-
-    def __init__(self, entry: Entry) -> None:
-        if not isinstance(entry, TensorEntry):
-            raise LayoutError(f"{entry.fqn!r} is no tensor")
-        self.entry = entry
-        starts, sizes = entry.chunks.column(0) if entry.shape else ([0] * len(entry.chunks), [1] * len(entry.chunks))
+    def __init__(self, chunks: Chunks) -> None:
+        self._chunks = chunks
+        columns = [chunks.column(dim) for dim in range(chunks.ndim)]
+        self._dim = max(range(chunks.ndim), key=lambda dim: len(set(columns[dim][0])), default=0)
+        starts, sizes = columns[self._dim] if columns else ([0] * len(chunks), [1] * len(chunks))
         self._ordered = sorted(zip(starts, range(len(starts)), strict=True))
         self._longest = max(sizes, default=0)
 
     def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
         """Yield the index of each chunk that shares elements with a box, in order, and what they share."""
-        start, size = (box[0][0], box[1][0]) if box[0] else (0, 1)
+        start, size = (box[0][self._dim], box[1][self._dim]) if box[0] else (0, 1)
         first = bisect_left(self._ordered, (start - self._longest + 1, -1))
         last = bisect_right(self._ordered, (start + size - 1, 1 << 62))
         for index in sorted(index for _, index in self._ordered[first:last]):
-            common = intersect(box, self.entry.chunks.box(index))
+            common = intersect(box, self._chunks.box(index))
             if common:
                 yield index, common
 
@@ -106,6 +103,14 @@ def fill_box(
     """Copy a box of a tensor out of the payload of the chunk at `offsets`, which holds it, into an array."""
     start = tuple(a - b for a, b in zip(box[0], offsets, strict=True))
     fill(payload, source.read_into, start, out, update)
+
+
+def record_problem(source: Source, record: Record) -> str:
+    """Say what is wrong with a record, that it cannot be read included; "" if nothing is."""
+    try:
+        return check_whole(source, record)
+    except DcptoolError as error:
+        return str(error)
 
 
 def check_whole(source: Source, record: Record) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcptool.checkpoint.boxes import BoxReader, ChunkIndex, payload_of
 from dcptool.checkpoint.chunks import ChunkTable, FileUse
@@ -22,6 +22,9 @@ from dcptool.words import did_you_mean
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +103,7 @@ class Checkpoint(Mapping[str, Entry]):
         for item in [*rest, *(entry.item for entry in self.objects.values())]:
             if item:
                 use = usage.get(item.file, FileUse(0, 0, 0))
-                end = max(use.end, item.byte_offset + item.nbytes)
-                usage[item.file] = FileUse(use.items + 1, use.nbytes + item.nbytes, end)
+                usage[item.file] = FileUse(use.items + 1, use.nbytes + item.nbytes, max(use.end, item.span[1]))
         return usage
 
     def read(
@@ -129,7 +131,7 @@ class Checkpoint(Mapping[str, Entry]):
         """
         entry = self._tensor(fqn)
         region = self._region(entry, offsets, sizes)
-        reader, parts = BoxReader(self.source, entry), list(ChunkIndex(entry).touching(region))
+        reader, parts = BoxReader(self.source, entry), list(ChunkIndex(entry.chunks).touching(region))
         if sum(volume(common[1]) for _, common in parts) < volume(region[1]) or len(parts) > 1:
             gap = first_gap(region, [common for _, common in parts])
             if gap:
@@ -140,8 +142,7 @@ class Checkpoint(Mapping[str, Entry]):
         out = self._named(entry, None, numpy_empty, region[1], entry.dtype)
         for index, common in parts:
             self._named(entry, entry.chunks[index], reader.fill, index, common, out[index_in(region, common)])
-        result: np.ndarray[Any, Any] = out
-        return result
+        return out
 
     def read_torch(
         self, fqn: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None
@@ -186,8 +187,7 @@ class Checkpoint(Mapping[str, Entry]):
         Raises:
             ItemError, StorageError, MetadataError, UnsupportedError: it cannot be read.
         """
-        found: tuple[Any, dict[str, Record]] = self._named(entry, None, self.source.graph, entry)
-        return found
+        return self._named(entry, None, self.source.graph, entry)
 
     def payload(self, entry: TensorEntry, chunk: Chunk) -> Payload:
         """Find the payload of one chunk and check that it is the box the metadata says.
@@ -196,8 +196,7 @@ class Checkpoint(Mapping[str, Entry]):
             LayoutError: the metadata names no place for it.
             ItemError: dtype or shape stored there differ, or it cannot be understood.
         """
-        payload: Payload = self._named(entry, chunk, payload_of, self.source, entry, chunk)
-        return payload
+        return self._named(entry, chunk, payload_of, self.source, entry, chunk)
 
     def _tensor(self, fqn: str) -> TensorEntry:
         entry = self.entries.get(fqn)
@@ -221,7 +220,7 @@ class Checkpoint(Mapping[str, Entry]):
             )
         return start, size
 
-    def _named(self, entry: Entry, chunk: Chunk | None, function: Any, *args: Any) -> Any:
+    def _named(self, entry: Entry, chunk: Chunk | None, function: Callable[..., T], *args: Any) -> T:
         """Call, adding the file, the fqn and the chunk to what an error says."""
         try:
             return function(*args)

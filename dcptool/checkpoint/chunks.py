@@ -110,13 +110,18 @@ class ChunkTable:
 
 
 class Chunks(Sequence[Chunk]):
-    """The chunks of one tensor, in the order of the metadata: a view of the table."""
+    """The chunks of one tensor, in the order of the metadata: a view of the table.
 
-    __slots__ = ("_count", "_first_bound", "_first_row", "_ndim", "_table")
+    Attributes:
+        first_row: row of the first chunk in the table; the others follow it.
+        ndim: dimensions of the tensor.
+    """
+
+    __slots__ = ("_count", "_first_bound", "_table", "first_row", "ndim")
 
     def __init__(self, table: ChunkTable, first_row: int, count: int, first_bound: int, ndim: int) -> None:
-        self._table, self._first_row, self._count = table, first_row, count
-        self._first_bound, self._ndim = first_bound, ndim
+        self._table, self.first_row, self._count = table, first_row, count
+        self._first_bound, self.ndim = first_bound, ndim
 
     def __len__(self) -> int:
         return self._count
@@ -134,16 +139,11 @@ class Chunks(Sequence[Chunk]):
         if not -self._count <= index < self._count:
             raise IndexError(index)
         index %= self._count
-        return Chunk(*self.box(index), self._table.item(self._first_row + index))
-
-    @property
-    def first_row(self) -> int:
-        """Row of the first chunk in the table; the others follow it."""
-        return self._first_row
+        return Chunk(*self.box(index), self._table.item(self.first_row + index))
 
     def box(self, index: int) -> Box:
         """Return (offsets, sizes) of one chunk, 0 ≤ index < len, in elements."""
-        start, ndim = self._first_bound + 2 * self._ndim * index, self._ndim
+        start, ndim = self._first_bound + 2 * self.ndim * index, self.ndim
         bounds = self._table.bounds
         return tuple(bounds[start : start + ndim]), tuple(bounds[start + ndim : start + 2 * ndim])
 
@@ -153,24 +153,24 @@ class Chunks(Sequence[Chunk]):
 
     def column(self, dim: int) -> tuple[array[int], array[int]]:
         """Return the offsets and the sizes of all chunks along one dimension, in elements."""
-        start, width = self._first_bound + dim, 2 * self._ndim
+        start, width = self._first_bound + dim, 2 * self.ndim
         end = self._first_bound + width * self._count
         bounds = self._table.bounds
-        return bounds[start:end:width], bounds[start + self._ndim : end : width]
+        return bounds[start:end:width], bounds[start + self.ndim : end : width]
 
     def file_indexes(self) -> array[int]:
         """Return for each chunk the index of its file in the table's `files`, -1 where the metadata names no place."""
-        return self._table.file[self._first_row : self._first_row + self._count]
+        return self._table.file[self.first_row : self.first_row + self._count]
 
     def places(self) -> tuple[array[int], array[int], array[int], array[int]]:
         """Return for each chunk file index, byte offset, byte length and index into `transforms`, as columns."""
-        rows = slice(self._first_row, self._first_row + self._count)
+        rows = slice(self.first_row, self.first_row + self._count)
         table = self._table
         return table.file[rows], table.byte_offset[rows], table.byte_length[rows], table.transform[rows]
 
     def key(self) -> tuple[bytes, bytes]:
         """Return what tells boxes and files of two tensors of one table and ndim apart: equal keys, equal both."""
-        start, end = self._first_bound, self._first_bound + 2 * self._ndim * self._count
+        start, end = self._first_bound, self._first_bound + 2 * self.ndim * self._count
         return self._table.bounds[start:end].tobytes(), self.file_indexes().tobytes()
 
     def files(self) -> list[str]:

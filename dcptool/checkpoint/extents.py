@@ -5,7 +5,7 @@ Plain data; imports nothing that reads or decodes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dcptool.storage.base import join
 
@@ -27,6 +27,11 @@ class Extent(NamedTuple):
     nbytes: int
     transforms: tuple[str, ...] = ()
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte and one past the last."""
+        return self.byte_offset, self.byte_offset + self.nbytes
+
 
 def place_words(item: Extent | None, fqn: str = "", offsets: Ints = (), root: str = "") -> str:
     """Say where something is stored, as far as it is known.
@@ -38,7 +43,7 @@ def place_words(item: Extent | None, fqn: str = "", offsets: Ints = (), root: st
     where = root
     if item:
         file = join(root, item.file) if root else item.file
-        where = f"{file}, bytes {item.byte_offset:,}–{item.byte_offset + item.nbytes:,}"
+        where = f"{file}, bytes {item.span[0]:,}–{item.span[1]:,}"
     return ": ".join(filter(None, (where, f"{fqn!r}{at}" if fqn else "")))
 
 
@@ -105,3 +110,9 @@ class Chunk(NamedTuple):
     offsets: Ints
     sizes: Ints
     item: Extent | None
+
+
+def whereabouts(item: Extent | None, fqn: str | None, chunk: Chunk | None) -> tuple[Any, ...]:
+    """Return where something is stored as a finding has it: file, fqn, offsets, sizes, byte range."""
+    box = (chunk.offsets, chunk.sizes) if chunk else (None, None)
+    return item.file if item else None, fqn or None, *box, item.span if item else None

@@ -69,8 +69,7 @@ class FileItems:
     def _end(self, row: int) -> int:
         if row >= 0:
             return self._table.byte_offset[row] + self._table.byte_length[row]
-        item = self._others[-1 - row].item
-        return item.byte_offset + item.nbytes
+        return self._others[-1 - row].item.span[1]
 
 
 def name_of(placed: Placed) -> str:

@@ -118,9 +118,10 @@ def select(
     chosen = [fqn for fqn in checkpoint if fqn not in without and selects(fqn, keys, exclude)]
     if not chosen:
         raise LayoutError(_nothing([checkpoint], keys, exclude))
-    names = {fqn: _renamed(fqn, renaming) for fqn in chosen}
-    affixed = {_affixed(fqn, renaming) for fqn in chosen}
-    missing = [old for old, _ in renaming.rename if old not in affixed]
+    names = {fqn: _affixed(fqn, renaming) for fqn in chosen}
+    affixed, renames = set(names.values()), dict(renaming.rename)
+    names = {fqn: renames.get(name, name) for fqn, name in names.items()}
+    missing = [old for old in renames if old not in affixed]
     if missing:
         changed = renaming.clean_names or renaming.strip_prefix or renaming.add_prefix
         when = ", after prefixes were taken off and added" if changed else ""
@@ -244,11 +245,6 @@ def _affixed(fqn: str, renaming: Renaming) -> str:
     if renaming.clean_names:
         fqn = _cleaned(fqn)
     return renaming.add_prefix + fqn.removeprefix(renaming.strip_prefix)
-
-
-def _renamed(fqn: str, renaming: Renaming) -> str:
-    name = _affixed(fqn, renaming)
-    return dict(renaming.rename).get(name, name)
 
 
 def _path(path: Path | None, fqn: str, name: str, renaming: Renaming) -> Path | None:

@@ -90,7 +90,7 @@ def check(
         problems += found
     if level >= Level.DEEP:
         problems += replica_problems(checkpoint)
-        problems += _unverifiable(checkpoint, tally)
+        problems += _unverifiable(tally)
     return CheckReport(tuple(worst_first(problems)), level, tally)
 
 
@@ -179,7 +179,7 @@ def _unprovable(checkpoint: Checkpoint) -> list[Finding]:
     return []
 
 
-def _unverifiable(checkpoint: Checkpoint, tally: Tally) -> list[Finding]:
+def _unverifiable(tally: Tally) -> list[Finding]:
     if not tally.n_unverifiable:
         return []
     share = "all" if tally.n_unverifiable == tally.n_items else f"{tally.n_unverifiable:,} of {tally.n_items:,}"

@@ -9,7 +9,7 @@ from operator import mul, sub
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
-from dcptool.checkpoint.extents import Chunk, Extent
+from dcptool.checkpoint.extents import Chunk, Extent, whereabouts
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.items import FileItems, Placed, name_of
 from dcptool.errors import StorageError
@@ -67,8 +67,7 @@ def _short_item(entry: TensorEntry, chunk: Chunk, count: int) -> Finding:
     more = f", and {count - 1:,} more of its items are too short" if count > 1 else ""
     message = f"{entry.fqn!r}: its item in {item.file} at byte {item.byte_offset:,} has {item.nbytes:,} bytes, "
     message += f"too few for {entry.dtype} {list(chunk.sizes)}{more}"
-    span = (item.byte_offset, item.byte_offset + item.nbytes)
-    return Finding.of("short-item", message, item.file, entry.fqn, chunk.offsets, chunk.sizes, span)
+    return Finding.of("short-item", message, *whereabouts(item, entry.fqn, chunk))
 
 
 def edge_problems(checkpoint: Checkpoint, by_file: FileItems, known: Collection[str | None]) -> list[Finding]:
@@ -90,8 +89,7 @@ def edge_problems(checkpoint: Checkpoint, by_file: FileItems, known: Collection[
                 break
             if wrong and placed.chunk is not None:
                 message = f"{file}: {name_of(placed)}: {wrong}"
-                span = (placed.item.byte_offset, placed.item.byte_offset + placed.item.nbytes)
-                where = (file, placed.entry.fqn, placed.chunk.offsets, None, span)
+                where = (file, placed.entry.fqn, placed.chunk.offsets, None, placed.item.span)
                 problems.append(Finding.of("misplaced-item", message, *where))
                 break
     return problems
@@ -100,6 +98,6 @@ def edge_problems(checkpoint: Checkpoint, by_file: FileItems, known: Collection[
 def _overlap(file: str, first: Placed, second: Placed) -> Finding:
     start = second.item.byte_offset
     message = f"items of {name_of(first)} and {name_of(second)} lie over one another in {file} at byte {start:,}"
-    span = (start, min(first.item.byte_offset + first.item.nbytes, start + second.item.nbytes))
+    span = (start, min(first.item.span[1], start + second.item.nbytes))
     offsets = second.chunk.offsets if second.chunk else None
     return Finding.of("items-overlap", message, file, second.entry.fqn, offsets, None, span)

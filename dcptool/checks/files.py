@@ -80,16 +80,12 @@ def _missing(checkpoint: Checkpoint, missing: Sequence[str], total: int) -> Find
     names = missing[0] if len(missing) == 1 else f"{len(missing):,} of {len(usage):,} files"
     verb = "is missing: it held" if len(missing) == 1 else "are missing: they held"
     lost = _lost([usage[name] for name in missing], total)
-    n_tensors = _n_affected(checkpoint, set(missing))
+    gone = set(missing)
+    n_tensors = sum(not gone.isdisjoint(entry.chunks.files()) for entry in checkpoint.tensors.values())
     message = f"{names}{whose} {verb} {lost} of {plural(n_tensors, 'tensor')}"
     if len(missing) > 1:
         message += f"; the first is {missing[0]}"
     return Finding.of("missing-file", message, missing[0], next_step=_GET_FILES)
-
-
-def _n_affected(checkpoint: Checkpoint, files: set[str]) -> int:
-    """Return how many tensors have a chunk in one of these files."""
-    return sum(not files.isdisjoint(entry.chunks.files()) for entry in checkpoint.tensors.values())
 
 
 def _lost(uses: Sequence[FileUse], total: int) -> str:

@@ -5,14 +5,15 @@ Files are read front to back, small items together, by several threads. Knows no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from threading import Event
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry, require_box
-from dcptool.checkpoint.extents import Record, place_words
+from dcptool.checkpoint.extents import Record, place_words, whereabouts
 from dcptool.checkpoint.fill import crc32
 from dcptool.checkpoint.findings import Finding, unsafe_pickle
 from dcptool.checkpoint.items import FileItems, Placed, name_of
@@ -84,19 +85,15 @@ def item_problems(
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    problems: list[Finding] = []
     tally = Tally()
-    told: dict[str, int] = {}
-    untold: dict[tuple[str, bool], int] = {}
+    by_name: dict[str, list[Finding]] = {}
     for items, (found, looked) in zip(ranges, done, strict=True):
         tally = tally.plus(looked)
-        room = MAX_PER_FILE - told.get(items.file, 0)
-        problems += found[: max(room, 0)]
-        told[items.file] = told.get(items.file, 0) + len(found)
-        for finding in found[max(room, 0) :]:
-            key = items.file, finding.traits.effect is Effect.UNREAD
-            untold[key] = untold.get(key, 0) + 1
-    for (file, unsupported), count in untold.items():
+        by_name.setdefault(items.file, []).extend(found)
+    problems = [finding for found in by_name.values() for finding in found[:MAX_PER_FILE]]
+    untold = [(file, finding) for file, found in by_name.items() for finding in found[MAX_PER_FILE:]]
+    counts = Counter((file, finding.traits.effect is Effect.UNREAD) for file, finding in untold)
+    for (file, unsupported), count in counts.items():
         what = "cannot be looked into" if unsupported else "are damaged"
         kind = "unsupported-item" if unsupported else "damaged-item"
         problems.append(Finding.of(kind, f"{count:,} more items of {file} {what}", file))
@@ -152,9 +149,11 @@ class _Scan:
                     self._window.load(items.file, starts[index], end)
             for at in there[position:last]:
                 placed = self._by_file.item(items.file, items.first + at)
-                looked = Tally(n_unread=1)
-                with self._telling(placed):
+                try:
                     looked = self._look_at(placed)
+                except DcptoolError as error:
+                    looked = Tally(n_unread=1)
+                    self._tell(placed, error)
                 self._tally = self._tally.plus(looked)
             position = last
         return self.problems, self._tally
@@ -194,24 +193,17 @@ class _Scan:
             self._add("wrong-crc", placed, message)
         return record.nbytes
 
-    @contextmanager
-    def _telling(self, placed: Placed) -> Iterator[None]:
-        """Make a finding of what is raised about an item."""
-        try:
-            yield
-        except UnsupportedError as error:
+    def _tell(self, placed: Placed, error: DcptoolError) -> None:
+        """Make a finding of what was raised about an item."""
+        if isinstance(error, UnsupportedError):
             self._add("unsupported-item", placed, error.message, error.next_step or _UNKNOWN)
-        except StorageError as error:
-            self._add("unreadable", placed, error.message)
-        except DcptoolError as error:
-            self._add("damaged-item", placed, error.message)
+        else:
+            self._add("unreadable" if isinstance(error, StorageError) else "damaged-item", placed, error.message)
 
     def _add(self, kind: str, placed: Placed, message: str, step: str = "") -> None:
-        item, chunk = placed.item, placed.chunk
-        span = (item.byte_offset, item.byte_offset + item.nbytes)
-        offsets, sizes = (chunk.offsets, chunk.sizes) if chunk else (None, None)
+        item = placed.item
         text = f"{place_words(item)}: {name_of(placed)}: {message.removeprefix(f'{item.file}: ')}"
-        where = (item.file, placed.entry.fqn, offsets, sizes, span)
+        where = whereabouts(item, placed.entry.fqn, placed.chunk)
         self.problems.append(Finding.of(kind, text, *where, step or _AGAIN))
 
 

@@ -73,28 +73,27 @@ class _CommandGroup(click.Group):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
         except OSError as error:  # of our own output: what the library meets, it translates
-            _complain(f"cannot write the output: {error.strerror or error}")
-            code = EXIT_FAILED
+            code = _complain(f"cannot write the output: {error.strerror or error}")
         except MemoryError:
-            _complain("there is not enough memory for this")
-            code = EXIT_FAILED
+            code = _complain("there is not enough memory for this")
         except Exception as error:
             if debug:
                 traceback.print_exc()
             how = (
                 "Report it with this traceback." if debug else "Run again with --debug for the traceback and report it."
             )
-            _complain(f"this is a bug in dcptool: {type(error).__name__}: {error}\n{how}")
-            code = EXIT_BUG
+            code = _complain(f"this is a bug in dcptool: {type(error).__name__}: {error}\n{how}", EXIT_BUG)
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _complain(message: str) -> None:
+def _complain(message: str, code: int = EXIT_FAILED) -> int:
+    """Print an error and return the exit code."""
     from dcptool.words import shown
 
     # Later lines are indented, so that a name with a newline in it cannot pass for a message of its own.
     lines = [line.strip() for line in f"error: {message}".splitlines()]
     click.echo("\n  ".join(map(shown, filter(None, lines))), err=True)
+    return code
 
 
 def _commands(error: SeveralCheckpointsError) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dcptool.cli import options
@@ -14,13 +16,18 @@ from dcptool.cli import options
 @options.selection
 @click.option("--strip-prefix", default="", metavar="P", help="Take this off the front of names.")
 @click.option("--add-prefix", default="", metavar="P", help="Put this in front of all names.")
-@click.option("--rename", multiple=True, type=options.Pair(), metavar="OLD=NEW", help="Rename an entry. Repeatable.")
+@click.option("--rename", multiple=True, type=options.PAIR, metavar="OLD=NEW", help="Rename an entry. Repeatable.")
 @click.option("--clean-names", is_flag=True, help="Take parts of wrappers (module, _orig_mod, …) out of names.")
 @click.option(
     "--dtype", type=click.Choice(["float16", "bfloat16", "float32", "float64"]), help="Cast floating tensors to this."
 )
 @click.option(
-    "--max-shard-size", type=options.ByteSize(), default="5GB", show_default=True, help="Of safetensors in a folder."
+    "--max-shard-size",
+    "max_shard_nbytes",
+    type=options.BYTE_SIZE,
+    default="5GB",
+    show_default=True,
+    help="Of safetensors in a folder.",
 )
 @click.option(
     "--nesting", type=click.Choice(["auto", "flat"]), default="auto", show_default=True, help="Of dicts in a .pt file."
@@ -41,31 +48,7 @@ from dcptool.cli import options
 @options.check
 @click.option("--skip-corrupt", is_flag=True, help="Check first, then leave damaged tensors out (exit 1).")
 @options.output
-def convert(
-    source: str,
-    target: str,
-    to: str,
-    keys: tuple[str, ...],
-    exclude: tuple[str, ...],
-    strip_prefix: str,
-    add_prefix: str,
-    rename: tuple[tuple[str, str], ...],
-    clean_names: bool,
-    dtype: str | None,
-    max_shard_size: int,
-    nesting: str,
-    objects: str | None,
-    also: tuple[str, ...],
-    threads: int | None,
-    engine: str,
-    trust: bool,
-    overwrite: bool,
-    dry_run: bool,
-    check: bool,
-    skip_corrupt: bool,
-    as_json: bool,
-    quiet: bool,
-) -> int:
+def convert(source: str, target: str, to: str, engine: str, trust: bool, dry_run: bool, **chosen: Any) -> int:
     """Convert a checkpoint to another format, at the speed of a copy and in constant memory.
 
     SRC is a checkpoint of any format; DST a file (--to torch; --to safetensors if it ends in .safetensors) or a folder.
@@ -77,7 +60,7 @@ def convert(
     from dcptool.cli.progress import bar
     from dcptool.ops.convert.convert import ConvertOptions
     from dcptool.ops.convert.convert import convert as convert_path
-    from dcptool.render.convert import conversion_json, conversion_lines, plan_text
+    from dcptool.render.convert import conversion_json, conversion_line, left_out_lines, plan_text
 
     _require_meaning(to, target)
     if engine == "torch":
@@ -87,22 +70,20 @@ def convert(
         problem = torch_problem(source, target, to)
         if problem:
             raise click.UsageError(problem)
-        version = convert_with_torch(source, target, to, trust=trust, overwrite=overwrite)
+        version = convert_with_torch(source, target, to, trust=trust, overwrite=chosen["overwrite"])
         document = {"schema": 1, "path": target, "torch": version}
-        options.answer(as_json, quiet, lambda: document, lambda: f"torch {version} wrote {shown(target)}")
+        options.answer(lambda: document, lambda: f"torch {version} wrote {shown(target)}")
         return 0
-    renaming = Renaming(strip_prefix, add_prefix, rename, clean_names, dtype)
-    chosen = ConvertOptions(
-        keys, exclude, renaming, max_shard_size, nesting, objects, threads, overwrite, check, skip_corrupt, also
-    )
-    with bar(quiet) as progress:
-        done = convert_path(source, target, to, chosen, dry_run=dry_run, progress=progress)
-    notes, last = conversion_lines(done)
-    options.answer(as_json, quiet, lambda: conversion_json(done), lambda: plan_text(done) if dry_run else last, notes)
+    renaming = Renaming(**{name: chosen.pop(name) for name in Renaming._fields})
+    meant = ConvertOptions(renaming=renaming, **chosen)
+    with bar() as progress:
+        done = convert_path(source, target, to, meant, dry_run=dry_run, progress=progress)
+    show = plan_text if dry_run else conversion_line
+    options.answer(lambda: conversion_json(done), lambda: show(done), done.notes, left_out_lines(done))
     return 1 if done.corrupt else 0
 
 
-_ENGINE_TORCH_TAKES = {"source", "target", "to", "engine", "trust", "overwrite", "as_json", "quiet"}
+_ENGINE_TORCH_TAKES = {"source", "target", "to", "engine", "trust", "overwrite", "json", "quiet"}
 
 
 def _require_meaning(to: str, target: str) -> None:
@@ -112,12 +93,9 @@ def _require_meaning(to: str, target: str) -> None:
         click.UsageError: naming the first of them.
     """
     ctx = click.get_current_context()
-    given = [
-        param
-        for param in ctx.command.params
-        if param.name and ctx.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE
-    ]
-    names = {param.name: param.opts[0] for param in given}
+    given = click.core.ParameterSource.COMMANDLINE
+    options_by_name = {param.name: param.opts[0] for param in ctx.command.params if param.name}
+    names = {name: option for name, option in options_by_name.items() if ctx.get_parameter_source(name) is given}
     if ctx.params["engine"] == "torch":
         unused = [option for name, option in names.items() if name not in _ENGINE_TORCH_TAKES]
         if unused:
@@ -126,5 +104,5 @@ def _require_meaning(to: str, target: str) -> None:
         raise click.UsageError("--trust only means something with --engine torch")
     if "nesting" in names and to != "torch":
         raise click.UsageError(f"--nesting is about .pt files, not --to {to}: leave it out")
-    if "max_shard_size" in names and (to != "safetensors" or target.endswith(".safetensors")):
+    if "max_shard_nbytes" in names and (to != "safetensors" or target.endswith(".safetensors")):
         raise click.UsageError("--max-shard-size is about safetensors in a folder: leave it out, or name a folder")

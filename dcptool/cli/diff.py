@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dcptool.cli import options
@@ -11,29 +13,15 @@ from dcptool.cli import options
 @click.argument("a", metavar="A", type=options.PATH)
 @click.argument("b", metavar="B", type=options.PATH)
 @click.option("--layout", is_flag=True, help="Also compare how tensors are cut into chunks.")
-@click.option("--rtol", type=options.Tolerance(), default=0.0, metavar="R", help="Take |a - b| up to R·|b| …")
-@click.option("--atol", type=options.Tolerance(), default=0.0, metavar="T", help="… plus T as equal; bitwise without.")
+@click.option("--rtol", type=options.TOLERANCE, default=0.0, metavar="R", help="Take |a - b| up to R·|b| …")
+@click.option("--atol", type=options.TOLERANCE, default=0.0, metavar="T", help="… plus T as equal; bitwise without.")
 @click.option("--nan-equal", is_flag=True, help="Take any NaN as equal to any other.")
 @click.option("--strip-prefix-a", default="", metavar="P", help="Take this off the front of A's names.")
 @click.option("--strip-prefix-b", default="", metavar="P", help="Take this off the front of B's names.")
 @options.selection
 @options.threads
 @options.output
-def diff(
-    a: str,
-    b: str,
-    layout: bool,
-    rtol: float,
-    atol: float,
-    nan_equal: bool,
-    strip_prefix_a: str,
-    strip_prefix_b: str,
-    keys: tuple[str, ...],
-    exclude: tuple[str, ...],
-    threads: int | None,
-    as_json: bool,
-    quiet: bool,
-) -> int:
+def diff(a: str, b: str, **chosen: Any) -> int:
     """Compare two checkpoints of any formats, layouts and numbers of ranks.
 
     Compared are names, kinds, shapes, dtypes, all values bit for bit, and objects, in constant memory. With --keys and
@@ -45,8 +33,7 @@ def diff(
     from dcptool.ops.diff.diff import DiffOptions, compare
     from dcptool.render.diff import diff_json, diff_text
 
-    chosen = DiffOptions(keys, exclude, strip_prefix_a, strip_prefix_b, rtol, atol, nan_equal, layout, threads)
-    with bar(quiet) as progress:
-        report = compare(a, b, chosen, progress=progress)
-    options.answer(as_json, quiet, lambda: diff_json(report), lambda: diff_text(report, options.width()))
+    with bar() as progress:
+        report = compare(a, b, DiffOptions(**chosen), progress=progress)
+    options.answer(lambda: diff_json(report), lambda: diff_text(report, options.width()))
     return 0 if report.equal else 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dcptool.cli import options
@@ -19,19 +21,7 @@ from dcptool.cli import options
 @options.selection
 @options.threads
 @options.output
-def inspect(
-    path: str,
-    chunks: bool,
-    values: bool,
-    stats: bool,
-    by_file: bool,
-    depth: int,
-    keys: tuple[str, ...],
-    exclude: tuple[str, ...],
-    threads: int | None,
-    as_json: bool,
-    quiet: bool,
-) -> int:
+def inspect(path: str, by_file: bool, **chosen: Any) -> int:
     """Show what is in a checkpoint.
 
     PATH is a local path or URL of a DCP directory, a .pt file, a safetensors file, index or folder, a folder that
@@ -45,38 +35,23 @@ def inspect(
     from dcptool.cli.progress import bar
     from dcptool.errors import DcptoolError
     from dcptool.ops.inspect.inspect import summarize
+    from dcptool.render.inspect import to_text
+    from dcptool.render.inspect_json import to_json
 
-    options.require_use_of_threads(threads, stats, "--stats")
+    options.require_use_of_threads(chosen["threads"], chosen["stats"], "--stats")
     try:
-        with bar(quiet or not stats) as progress:
-            summary = summarize(
-                path,
-                keys=keys,
-                exclude=exclude,
-                chunks=chunks,
-                values=values,
-                depth=depth,
-                stats=stats,
-                threads=threads,
-                progress=progress,
-            )
+        with bar(chosen["stats"]) as progress:
+            summary = summarize(path, **chosen, progress=progress)
     except DcptoolError as error:
-        if as_json and not quiet:
+        if options.wants_json():
             options.print_json(
                 {"schema": 1, "path": path, "checkpoints": [], "errors": [{"path": path, "message": str(error)}]}
             )
         raise
-    if summary.steps and not quiet:
-        given = [("--keys", keys), ("--exclude", exclude), ("--chunks", chunks), ("--values", values)]
-        unused = [option for option, value in [*given, ("--stats", stats), ("--by-file", by_file)] if value]
+    if summary.steps and not options.is_quiet():
+        given = {name: chosen[name] for name in ("keys", "exclude", "chunks", "values", "stats")}
+        unused = [f"--{name}" for name, value in {**given, "by-file": by_file}.items() if value]
         if unused:
             click.echo(f"note: a run directory shows its steps; {', '.join(unused)}: name one of them", err=True)
-    if as_json and not quiet:
-        from dcptool.render.inspect_json import to_json
-
-        options.print_json(to_json(summary))
-    elif not quiet:
-        from dcptool.render.inspect import to_text
-
-        click.echo(to_text(summary, options.width(), by_file, values))
+    options.answer(lambda: to_json(summary), lambda: to_text(summary, options.width(), by_file, chosen["values"]))
     return 0 if summary.good else 1

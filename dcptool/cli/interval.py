@@ -9,24 +9,22 @@ from dcptool.cli import options
 
 @click.command(epilog="Example: dcptool interval --save 45s --failures 466 --in 54d --restart 10m --interval 1h")
 @click.argument("run_dir", required=False, type=options.PATH)
-@click.option("--save", type=options.Duration(), metavar="DURATION", help="How long training stands still for a save.")
-@click.option("--mtbf", type=options.Duration(), metavar="DURATION", help="Mean time between failures of the job …")
+@click.option("--save", type=options.DURATION, help="How long training stands still for a save.")
+@click.option("--mtbf", type=options.DURATION, help="Mean time between failures of the job …")
 @click.option("--failures", type=click.IntRange(1), metavar="N", help="… or how many there were …")
-@click.option("--in", "period", type=options.Duration(), metavar="DURATION", help="… in how much time.")
+@click.option("--in", "period", type=options.DURATION, help="… in how much time.")
 @click.option(
     "--restart",
-    type=options.Duration(),
+    type=options.DURATION,
     default="0s",
     show_default=True,
-    metavar="DURATION",
     help="From a failure until training goes on.",
 )
 @click.option(
     "--interval",
     "intervals",
     multiple=True,
-    type=options.Duration(),
-    metavar="DURATION",
+    type=options.DURATION,
     help="Also show what this one loses. Repeatable.",
 )
 @options.marker
@@ -40,8 +38,6 @@ def interval(
     restart: float,
     intervals: tuple[float, ...],
     marker: str,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Find how often to save, so that saves and failures together lose the least time.
 
@@ -72,12 +68,10 @@ def interval(
         intervals=intervals,
         cadence_seconds=cadence.interval_seconds if cadence else None,
     )
-    notes = []
+    lines = []
     if cadence and cadence.interval_seconds is None:
-        notes.append(f"note: too few markers in {shown(cadence.path)} to tell how often it saves; --interval shows one")
-    options.answer(
-        as_json, quiet, lambda: interval_json(report, cadence), lambda: interval_text(report, cadence), notes
-    )
+        lines.append(f"note: too few markers in {shown(cadence.path)} to tell how often it saves; --interval shows one")
+    options.answer(lambda: interval_json(report, cadence), lambda: interval_text(report, cadence), lines=lines)
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dcptool.cli import options
@@ -15,16 +17,7 @@ from dcptool.cli import options
 @options.require_parts
 @options.marker
 @options.output
-def latest(
-    run_dir: str,
-    deep: bool,
-    weights: bool,
-    require_marker: bool,
-    require: str,
-    marker: str,
-    as_json: bool,
-    quiet: bool,
-) -> int:
+def latest(run_dir: str, deep: bool, weights: bool, **chosen: Any) -> int:
     """Print the path of the newest complete checkpoint of a run that a job can resume from.
 
     Steps are looked at newest first, by what is in them, whatever pointer files say. Why newer ones were passed over
@@ -38,13 +31,11 @@ def latest(
     from dcptool.render.latest import latest_json, latest_lines
 
     level = Level.DEEP if deep else Level.METADATA
-    found = find_latest(
-        run_dir, VerifyOptions(level, marker, require_marker, options.parts_of(require)), weights=weights
-    )
-    if not quiet:
+    found = find_latest(run_dir, VerifyOptions(level, **chosen), weights=weights)
+    if not options.is_quiet():
         for line in latest_lines(found):
             click.echo(line, err=True)
-        if as_json:
+        if options.wants_json():
             options.print_json(latest_json(found))
         elif found.path:
             click.echo(found.path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dcptool.cli import options
@@ -13,7 +15,7 @@ from dcptool.cli import options
 @options.marker
 @options.threads
 @options.output
-def mark(path: str, checksums: bool, marker: str, threads: int | None, as_json: bool, quiet: bool) -> int:
+def mark(path: str, **chosen: Any) -> int:
     """Check a checkpoint and write the marker that says it is complete.
 
     The check is that of `verify --records`, with --checksums that of `verify --deep`. What does not pass is not marked
@@ -25,13 +27,11 @@ def mark(path: str, checksums: bool, marker: str, threads: int | None, as_json: 
     from dcptool.ops.mark import mark_complete
     from dcptool.words import nbytes, plural, shown
 
-    with bar(quiet) as progress:
-        marked = mark_complete(path, checksums=checksums, marker=marker, threads=threads, progress=progress)
+    with bar() as progress:
+        marked = mark_complete(path, **chosen, progress=progress)
     files = marked.marker.files
     what = f"{plural(len(files), 'file')}, {nbytes(sum(files.values()))}"
     options.answer(
-        as_json,
-        quiet,
         lambda: {"path": marked.path, **json.loads(marked.marker.document())},
         lambda: f"marked {shown(marked.verdict.path)}: {shown(marked.path)} vouches for {what}",
     )

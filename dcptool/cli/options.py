@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -23,8 +24,19 @@ _keys = click.option(
 _exclude = click.option(
     "--exclude", multiple=True, metavar="GLOB", help="Leave out entries with these names. Repeatable."
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON with a documented, numbered schema.")
-_quiet = click.option("--quiet", is_flag=True, help="Print nothing; the exit code is the answer.")
+
+
+def _remembered(option: str, words: str) -> Callable[[Command], Command]:
+    """Return a flag that no command is given; `wants_json` and `is_quiet` tell it."""
+
+    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+        ctx.meta[option] = value
+
+    return click.option(option, is_flag=True, expose_value=False, callback=remember, help=words)
+
+
+_json = _remembered("--json", "Print JSON with a documented, numbered schema.")
+_quiet = _remembered("--quiet", "Print nothing; the exit code is the answer.")
 
 
 def selection(command: Command) -> Command:
@@ -33,24 +45,80 @@ def selection(command: Command) -> Command:
 
 
 def output(command: Command) -> Command:
-    """Add --json and --quiet."""
+    """Add --json and --quiet, which no command is given: `answer`, `say` and `bar` heed them."""
     return _json(_quiet(command))
 
 
-class Duration(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has no generic one
-    """A length of time such as 90s, 30m, 2h or 1d; its value is in seconds."""
+def wants_json() -> bool:
+    """Tell whether --json was given."""
+    return bool(click.get_current_context().meta["--json"])
 
-    name = "duration"
-    _UNITS: ClassVar[dict[str, int]] = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", str(value))
-        seconds = float(match[1]) * self._UNITS[match[2]] if match else math.inf
-        if seconds == math.inf:
-            self.fail(f"{str(value)[:80]!r} is no length of time; write 90s, 30m, 2h or 1d", param, ctx)
-        return seconds
+def is_quiet() -> bool:
+    """Tell whether --quiet was given."""
+    return bool(click.get_current_context().meta["--quiet"])
+
+
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has no generic one
+    """What a function makes of a text; it raises ValueError with what to write instead.
+
+    Args:
+        name: what it is, in capitals in the help.
+        parse: the function.
+    """
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = name, parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _in_units(text: str, units: dict[str, float], between: str = "") -> float:
+    """Return a number with a unit, and what matches `between` before it; infinity if it is none."""
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?){between}(\w*)", text)
+    return float(match[1]) * units[match[2]] if match and match[2] in units else math.inf
+
+
+def _seconds(text: str) -> float:
+    seconds = _in_units(text, {"s": 1, "m": 60, "h": 3600, "d": 86400})
+    if seconds == math.inf:
+        raise ValueError(f"{text[:80]!r} is no length of time; write 90s, 30m, 2h or 1d")
+    return seconds
+
+
+def _nbytes(text: str) -> int:
+    nbytes = _in_units(text.upper(), {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}, r"\s*")
+    if not 1 <= nbytes < math.inf:
+        raise ValueError(f"{text[:80]!r} is no size; write 5GB or 500MB")
+    return int(nbytes)
+
+
+def _tolerance(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise ValueError(f"{text!r} is no tolerance; write a number such as 1e-6")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    old, equals, new = text.partition("=")
+    if not old or not equals or not new:
+        raise ValueError(f"{text!r} must be OLD=NEW")
+    return old, new
+
+
+DURATION = Parsed("duration", _seconds)
+"""A length of time such as 90s, 30m, 2h or 1d; its value is in seconds."""
+BYTE_SIZE = Parsed("size", _nbytes)
+"""A number of bytes such as 5GB (5·10⁹) or 500MB."""
+TOLERANCE = Parsed("tolerance", _tolerance)
+"""A finite number of at least 0."""
+PAIR = Parsed("pair", _pair)
+"""OLD=NEW."""
 
 
 def _marker_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -75,6 +143,7 @@ require_parts = click.option(
     "--require",
     default="",
     metavar="PARTS",
+    callback=lambda ctx, param, value: tuple(name for part in value.split(",") if (name := part.strip().strip("/"))),
     help="Parts a step must have, separated by commas, such as actor,critic,data/data.pt.",
 )
 also = click.option(
@@ -101,76 +170,43 @@ def width() -> int:
     return shutil.get_terminal_size((PIPED_WIDTH, 40)).columns
 
 
-class ByteSize(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has no generic one
-    """A number of bytes such as 5GB (5·10⁹) or 500MB."""
-
-    name = "size"
-    _UNITS: ClassVar[dict[str, int]] = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B)?", str(value).upper())
-        nbytes = float(match[1]) * self._UNITS[match[2] or ""] if match else 0
-        if not 1 <= nbytes < math.inf:
-            self.fail(f"{str(value)[:80]!r} is no size; write 5GB or 500MB", param, ctx)
-        return int(nbytes)
-
-
-class Tolerance(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has no generic one
-    """A finite number of at least 0."""
-
-    name = "tolerance"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if not 0 <= number < math.inf:
-            self.fail(f"{value!r} is no tolerance; write a number such as 1e-6", param, ctx)
-        return number
-
-
-class Pair(click.ParamType):  # type: ignore[type-arg]  # click before 8.4 has no generic one
-    """OLD=NEW."""
-
-    name = "pair"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        if isinstance(value, tuple):
-            return value
-        old, equals, new = str(value).partition("=")
-        if not old or not equals or not new:
-            self.fail(f"{value!r} must be OLD=NEW", param, ctx)
-        return old, new
-
-
-def parts_of(text: str) -> tuple[str, ...]:
-    """Return the names in a list separated by commas."""
-    return tuple(name for part in text.split(",") if (name := part.strip().strip("/")))
-
-
 def print_json(document: dict[str, Any]) -> None:
-    """Print a JSON document on stdout."""
+    """Print a JSON document on stdout, unless --quiet."""
     import json
 
-    click.echo(json.dumps(document, indent=2, allow_nan=False))
+    if not is_quiet():
+        click.echo(json.dumps(document, indent=2, allow_nan=False))
+
+
+def say(text: str) -> None:
+    """Print text on stdout, unless --quiet or --json."""
+    if not is_quiet() and not wants_json():
+        click.echo(text)
 
 
 def answer(
-    as_json: bool,
-    quiet: bool,
     document: Callable[[], dict[str, Any]],
     text: Callable[[], str],
     notes: Iterable[str] = (),
+    lines: Iterable[str] = (),
 ) -> None:
-    """Print a result in the form that is asked for: JSON alone, or text and on stderr its notes; nothing if quiet."""
-    if as_json and not quiet:
+    """Print a result in the form that is asked for: JSON alone, or text; nothing if quiet.
+
+    Args:
+        document: makes the JSON.
+        text: makes the text.
+        notes: sentences that go to stderr beside the text.
+        lines: what goes there before them, as it is.
+    """
+    from dcptool.words import shown
+
+    if is_quiet():
+        return
+    if wants_json():
         print_json(document())
-    elif not quiet:
-        for note in notes:
-            click.echo(note, err=True)
+    else:
+        for line in (*lines, *(f"note: {shown(note)}" for note in notes)):
+            click.echo(line, err=True)
         click.echo(text())
 
 

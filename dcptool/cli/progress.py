@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from dcptool.cli import options
+
 
 @contextmanager
-def bar(quiet: bool) -> Iterator[Callable[[int], None] | None]:
+def bar(wanted: bool = True) -> Iterator[Callable[[int], None] | None]:
     """Yield what is to be told the bytes as they are done; None where there is nobody to look at a bar."""
-    if quiet or not sys.stderr.isatty():
+    if not wanted or options.is_quiet() or not sys.stderr.isatty():
         yield None
         return
     from tqdm import tqdm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -14,7 +15,7 @@ from dcptool.cli import options
 @click.option("--keep", type=click.IntRange(1), required=True, help="How many of the newest complete steps to keep.")
 @click.option("--archive-every", type=click.IntRange(1), metavar="STEPS", help="Keep every multiple of this too.")
 @click.option("--include-incomplete", is_flag=True, help="Delete incomplete, damaged and unmarked steps too …")
-@click.option("--older-than", type=options.Duration(), help="… that were last written so long ago.")
+@click.option("--older-than", type=options.DURATION, help="… that were last written so long ago.")
 @options.require_parts
 @options.require_marker
 @options.marker
@@ -27,13 +28,9 @@ def prune(
     archive_every: int | None,
     include_incomplete: bool,
     older_than: float | None,
-    require: str,
-    require_marker: bool,
-    marker: str,
     dry_run: bool,
     yes: bool,
-    as_json: bool,
-    quiet: bool,
+    **chosen: Any,
 ) -> int:
     """Delete old checkpoints of a run.
 
@@ -54,27 +51,26 @@ def prune(
     if dry_run and yes:
         raise click.UsageError("--dry-run and --yes contradict each other")
     ask = not dry_run and not yes
-    if ask and (quiet or as_json or not sys.stdin.isatty()):
+    if ask and (options.is_quiet() or options.wants_json() or not sys.stdin.isatty()):
         raise click.UsageError("nobody can be asked here: add --dry-run to see the plan or --yes to delete")
-    chosen = VerifyOptions(marker=marker, require_marker=require_marker, require=options.parts_of(require))
+    meant = VerifyOptions(**chosen)
     plan = make_plan(
         run_dir,
         keep,
-        chosen,
+        meant,
         archive_every=archive_every,
         include_incomplete=include_incomplete,
         older_than=older_than or 0.0,
         now=time.time(),
     )
-    if not quiet and not as_json:
-        click.echo(plan_text(plan))
+    options.say(plan_text(plan))
     deleted = None
     if plan.removed and (yes or (ask and click.confirm(f"delete {len(plan.removed)} of {len(plan.decisions)} steps?"))):
-        deleted = delete_steps(plan, chosen)
-    if as_json and not quiet:
+        deleted = delete_steps(plan, meant)
+    if options.wants_json():
         options.print_json(plan_json(plan, deleted))
-    elif not quiet and deleted:
-        click.echo("\n".join(["", *deleted_lines(deleted)]))
-    elif not quiet and not plan.removed:
-        click.echo("\nnothing to delete")
+    elif deleted:
+        options.say("\n".join(["", *deleted_lines(deleted)]))
+    elif not plan.removed:
+        options.say("\nnothing to delete")
     return 1 if deleted and deleted.refused else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dcptool.cli import options
@@ -16,18 +18,7 @@ from dcptool.cli import options
 @click.option("--overwrite", is_flag=True, help="Replace a page that is there, once the new one is complete.")
 @options.threads
 @options.output
-def report(
-    path: str,
-    output: str,
-    records: bool,
-    deep: bool,
-    keys: tuple[str, ...],
-    exclude: tuple[str, ...],
-    overwrite: bool,
-    threads: int | None,
-    as_json: bool,
-    quiet: bool,
-) -> int:
+def report(path: str, output: str, records: bool, deep: bool, threads: int | None, **chosen: Any) -> int:
     """Write one self-contained HTML page on a checkpoint.
 
     It shows what verify finds, bytes by group and by file, and a map of every tensor's shards with their places. It
@@ -40,22 +31,13 @@ def report(
     gc.disable()  # nothing here makes cycles worth the time that looking for them takes
     from dcptool.cli.progress import bar
     from dcptool.ops.report.report import write_report
-    from dcptool.render.report import report_json, report_lines
+    from dcptool.render.report import report_json, report_line
 
     if output == "-":
         raise click.UsageError("-o names a file, such as report.html; the page is not written to stdout")
     options.require_use_of_threads(threads, records or deep, "--records and --deep")
-    with bar(quiet) as progress:
-        done = write_report(
-            path,
-            output,
-            keys=keys,
-            exclude=exclude,
-            level=options.level_of(records, deep),
-            overwrite=overwrite,
-            threads=threads,
-            progress=progress,
-        )
-    notes, last = report_lines(done)
-    options.answer(as_json, quiet, lambda: report_json(done), lambda: last, notes)
+    with bar() as progress:
+        level = options.level_of(records, deep)
+        done = write_report(path, output, level=level, threads=threads, **chosen, progress=progress)
+    options.answer(lambda: report_json(done), lambda: report_line(done), done.notes)
     return 0 if done.good else 1

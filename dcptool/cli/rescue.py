@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dcptool.cli import options
@@ -16,9 +18,7 @@ from dcptool.cli import options
 @click.option("--dry-run", is_flag=True, help="Read and check everything, write nothing.")
 @options.threads
 @options.output
-def rescue(
-    path: str, like: str, output: str | None, dry_run: bool, threads: int | None, as_json: bool, quiet: bool
-) -> int:
+def rescue(path: str, **chosen: Any) -> int:
     """Rebuild the lost .metadata of a checkpoint whose data files are whole.
 
     It is that of another step of the same run, with the places of this step's items. Every data file must hold the same
@@ -28,10 +28,8 @@ def rescue(
     from dcptool.cli.progress import bar
     from dcptool.ops.rescue.rescue import rescue as rescue_path
     from dcptool.render.rescue import rescued_json, rescued_text
-    from dcptool.words import shown
 
-    with bar(quiet) as progress:
-        done = rescue_path(path, like, output, threads=threads, dry_run=dry_run, progress=progress)
-    notes = [f"note: {shown(note)}" for note in done.notes]
-    options.answer(as_json, quiet, lambda: rescued_json(done), lambda: rescued_text(done), notes)
+    with bar() as progress:
+        done = rescue_path(path, **chosen, progress=progress)
+    options.answer(lambda: rescued_json(done), lambda: rescued_text(done), done.notes)
     return 0

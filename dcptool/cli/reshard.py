@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import click
 
@@ -31,36 +32,16 @@ from dcptool.cli import options
 @click.option("--threads", type=click.IntRange(1), default=None, help="Bands each of them reads ahead.  [default: 1]")
 @click.option(
     "--timeout",
-    type=options.Duration(),
+    type=options.DURATION,
     default="5m",
     show_default=True,
-    metavar="DURATION",
     help="Give up a process that shows no sign of life for so long.",
 )
 @options.overwrite
 @click.option("--dry-run", is_flag=True, help="Print the plan, write nothing; needs no torch.")
 @options.check
 @options.output
-def reshard(
-    source: str | None,
-    target: str | None,
-    world_size: int | None,
-    like: str | None,
-    mesh: str | None,
-    placements: tuple[str, ...],
-    files: int | None,
-    keys: tuple[str, ...],
-    exclude: tuple[str, ...],
-    also: tuple[str, ...],
-    workers: int | None,
-    threads: int | None,
-    timeout: float,
-    overwrite: bool,
-    dry_run: bool,
-    check: bool,
-    as_json: bool,
-    quiet: bool,
-) -> int:
+def reshard(source: str | None, target: str | None, dry_run: bool, **chosen: Any) -> int:
     """Write a checkpoint as a job of N ranks would have saved it, optimizer and objects included.
 
     Without SRC: the checkpoint in the current directory, or the newest complete one of the run in or below it. Without
@@ -74,32 +55,16 @@ def reshard(
     from dcptool.ops.reshard.reshard import ReshardOptions, options_problem
     from dcptool.ops.reshard.reshard import reshard as reshard_path
     from dcptool.render.reshard import plan_text, resharded_json, resharded_line
-    from dcptool.words import shown
 
-    chosen = ReshardOptions(
-        world_size,
-        like,
-        mesh,
-        placements,
-        files,
-        keys,
-        exclude,
-        workers,
-        threads,
-        timeout,
-        overwrite,
-        check,
-        also,
-    )
-    problem = options_problem(chosen)
+    meant = ReshardOptions(**chosen)
+    problem = options_problem(meant)
     if problem:
         raise click.UsageError(problem)
     # torch's own lines on lost connections, with C++ stacks, would bury the one that says what happened.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    with bar(quiet) as progress:
-        done = reshard_path(source, target, chosen, dry_run=dry_run, progress=progress)
-    quiet = quiet or not speaks_for_all()
-    notes = [f"note: {shown(note)}" for note in done.notes]
-    show = plan_text if dry_run else resharded_line
-    options.answer(as_json, quiet, lambda: resharded_json(done), lambda: show(done), notes)
+    with bar() as progress:
+        done = reshard_path(source, target, meant, dry_run=dry_run, progress=progress)
+    if speaks_for_all():
+        show = plan_text if dry_run else resharded_line
+        options.answer(lambda: resharded_json(done), lambda: show(done), done.notes)
     return 0

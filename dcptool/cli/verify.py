@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from dcptool.cli import options
@@ -19,7 +21,7 @@ from dcptool.cli import options
 @options.marker
 @click.option(
     "--grace",
-    type=options.Duration(),
+    type=options.DURATION,
     default="1h",
     show_default=True,
     help="A folder without metadata that was written to this lately counts as being saved.",
@@ -27,20 +29,7 @@ from dcptool.cli import options
 @options.also
 @options.threads
 @options.output
-def verify(
-    paths: tuple[str, ...],
-    records: bool,
-    deep: bool,
-    load: bool,
-    trust: bool,
-    require_marker: bool,
-    marker: str,
-    grace: float,
-    also: tuple[str, ...],
-    threads: int | None,
-    as_json: bool,
-    quiet: bool,
-) -> int:
+def verify(paths: tuple[str, ...], records: bool, deep: bool, load: bool, trust: bool, **chosen: Any) -> int:
     """Tell whether checkpoints are whole and undamaged.
 
     PATH is a checkpoint, or a run directory (a row per step, then details). Without options this reads the metadata
@@ -56,19 +45,18 @@ def verify(
     from dcptool.render.verify import verify_json, verify_text
     from dcptool.words import shown
 
-    options.require_use_of_threads(threads, records or deep, "--records and --deep")
+    options.require_use_of_threads(chosen["threads"], records or deep, "--records and --deep")
     if trust and not load:
         raise click.UsageError("--trust only means something with --load")
-    if load and also:
+    if load and chosen["also"]:
         raise click.UsageError("--load needs all files in one folder; --also only reads them as if they were")
-    level = options.level_of(records, deep)
-    chosen = VerifyOptions(level, marker, require_marker, (), grace, also, threads)
+    meant = VerifyOptions(options.level_of(records, deep), **chosen)
     documents = []
     code = 0
     for path in paths:
         try:
-            with bar(quiet) as progress:
-                report = verify_path(path, chosen, progress, load=load, trust=trust)
+            with bar() as progress:
+                report = verify_path(path, meant, progress, load=load, trust=trust)
         except DcptoolError as error:
             if len(paths) == 1:
                 raise
@@ -77,10 +65,10 @@ def verify(
             code = 3
             continue
         code = max(code, int(not report.good))
-        if as_json:
+        if options.wants_json():
             documents.append(verify_json(report))
-        elif not quiet:
-            click.echo(verify_text(report, options.width()) + "\n" * (path is not paths[-1]))
-    if as_json and not quiet:
+        else:
+            options.say(verify_text(report, options.width()) + "\n" * (path is not paths[-1]))
+    if options.wants_json():
         options.print_json(documents[0] if len(paths) == 1 else {"schema": 1, "reports": documents})
     return code

@@ -26,7 +26,7 @@ come to a tensor together share one reading of it:
                     EndPart: SourceChecks: whole ─► compared with the stored CRC32; else PartlyRead      checking
                              │                  │
                              ▼                  ▼
-                     settle: pieces of all   OpenFile.finish: synced; nothing under its final name yet
+                     settle: pieces of all   its sink, finished: synced; nothing under its final name yet
                      who read a part, else          │
                      the record once more           ▼
                              │               publishing: what calls `copy` opens it again, and renames it

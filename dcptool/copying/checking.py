@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any, NamedTuple
 
-from dcptool.checkpoint.boxes import check_whole
+from dcptool.checkpoint.boxes import record_problem
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
-from dcptool.checkpoint.extents import Record, place_words
+from dcptool.checkpoint.extents import Record, place_words, whereabouts
 from dcptool.checkpoint.fill import Piece, RecordCheck
 from dcptool.checkpoint.findings import Finding
-from dcptool.copying.reading import PartReader, RecordReader, TensorReader, Where
+from dcptool.copying.reading import PartReader, TensorReader, Where
 from dcptool.errors import DcptoolError, ItemError, UnsupportedError
 
 
@@ -44,11 +44,6 @@ class SourceChecks:
         self._lock = threading.Lock()
 
     @property
-    def is_sound(self) -> bool:
-        """Whether nothing was found damaged so far."""
-        return not self._failures
-
-    @property
     def failures(self) -> tuple[Finding, ...]:
         """What was found damaged, each place once."""
         with self._lock:
@@ -68,12 +63,9 @@ class SourceChecks:
         """Check what a reader has read, all of whose bands were read; return the records that it read parts of."""
         if isinstance(reader, TensorReader):
             return self._end_tensor(reader)
-        self._end_record(reader)
-        return []
-
-    def _end_record(self, reader: RecordReader) -> None:
         if message := reader.check.problem():
             self.fail(ItemError(message), reader.where)
+        return []
 
     def _end_tensor(self, reader: TensorReader) -> list[PartlyRead]:
         fqn, partly_read = reader.entry.fqn, []
@@ -105,18 +97,11 @@ def settle(source: Checkpoint, partly_read: Sequence[PartlyRead], threads: int) 
 
     def check(record: Record) -> list[Finding]:
         joined = RecordCheck(record, [piece for found in sharing[record] for piece in found.pieces])
-        message = joined.problem() if joined.is_whole() else _read_whole(source, record)
+        message = joined.problem() if joined.is_whole() else record_problem(source.source, record)
         return [_damage(source, found, message) for found in sharing[record]] if message else []
 
     with ThreadPoolExecutor(threads, "settle") as pool:
         return tuple(chain.from_iterable(pool.map(check, sharing)))
-
-
-def _read_whole(source: Checkpoint, record: Record) -> str:
-    try:
-        return check_whole(source.source, record)
-    except DcptoolError as error:
-        return str(error)
 
 
 def _damage(source: Checkpoint, found: PartlyRead, message: str) -> Finding:
@@ -134,10 +119,6 @@ def damaged_item(error: DcptoolError, where: Where) -> Finding:
     return Finding.of(
         "unsupported-item" if unsupported else "damaged-item",
         f"{place}: {error.message}" if place else error.message,
-        item.file if item else None,
-        fqn or None,
-        chunk.offsets if chunk else None,
-        chunk.sizes if chunk else None,
-        (item.byte_offset, item.byte_offset + item.nbytes) if item else None,
+        *whereabouts(item, fqn, chunk),
         error.next_step if unsupported else "",
     )

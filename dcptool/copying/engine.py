@@ -8,10 +8,8 @@ read has its CRC32 checked; what does not check is collected, not raised, so tha
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import lru_cache, partial
@@ -22,23 +20,17 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.copying.checking import PartlyRead, SourceChecks, settle
 from dcptool.copying.outputs import Fill, OutputFile
+from dcptool.copying.pool import ahead_of
 from dcptool.copying.reading import BAND_NBYTES, Band, RecordReader, TensorReader
 from dcptool.copying.schedule import HandOut, Move, WriteBytes, schedule
 from dcptool.copying.writing import OpenFile
 from dcptool.errors import DcptoolError
 from dcptool.storage import Creator, Progress
 
-MAX_THREADS = 8
-"""By itself: more do not make a disk faster, and each holds bands in memory."""
 BANDS_PER_THREAD = 2
 INLINE_NBYTES = 128 << 10
 """A smaller band is read by the thread that writes it: handing it over costs more than reading it."""
 MAX_INDEXES = 64
-
-
-def default_threads() -> int:
-    """Return how many bands are read at the same time if nobody says."""
-    return min(os.cpu_count() or 1, MAX_THREADS)
 
 
 def memory_nbytes(n_groups: int, threads: int) -> int:
@@ -101,7 +93,7 @@ def copy(
     n_writers = _n_writers(len(files), threads)
     checks, stop = SourceChecks(), threading.Event()
     with _Readers(source, threads, _n_ahead(n_writers, threads), checks) as readers:
-        groups = [_GroupWriter(group, readers, checks, stop, progress, shared) for group in files]
+        groups = [_GroupWriter(group, readers, stop, progress, shared) for group in files]
         nbytes = _write_all(groups, target, n_writers, stop)
     partly_read = tuple(found for group in groups for found in group.partly_read)
     return CopyReport(nbytes, checks.failures, partly_read, frozenset(checks.unproven))
@@ -136,12 +128,11 @@ class _GroupWriter:
         self,
         files: Sequence[OutputFile],
         readers: _Readers,
-        checks: SourceChecks,
         stop: threading.Event,
         progress: Progress | None,
         shared: bool,
     ) -> None:
-        self._files, self._readers, self._checks, self._stop = files, readers, checks, stop
+        self._files, self._readers, self._stop = files, readers, stop
         self._progress, self._shared = progress, shared
         self.partly_read: list[PartlyRead] = []
 
@@ -156,7 +147,7 @@ class _GroupWriter:
             self._finish(opened)
         except BaseException:
             for begun in opened:
-                begun.abort()
+                begun.sink.abort()
             raise
         return sum(written.nbytes for written in opened)
 
@@ -171,7 +162,7 @@ class _GroupWriter:
         else:
             for file in move.files:
                 file.end_part()
-            self.partly_read += self._checks.end(move.reader)
+            self.partly_read += self._readers.checks.end(move.reader)
 
     def _hand_out(self, move: HandOut, data: memoryview) -> None:
         for index, share in move.band.shares(data):
@@ -184,13 +175,13 @@ class _GroupWriter:
         for file in files:
             file.require_complete()
         if self.partly_read and not self._shared:
-            self._checks.add(settle(self._readers.source, self.partly_read, 1))
+            self._readers.checks.add(settle(self._readers.source, self.partly_read, 1))
             self.partly_read = []
         for file in files:
-            if self._checks.is_sound:
-                file.finish()
+            if not self._readers.checks.failures:
+                file.sink.finish()
             else:  # good for nothing: on an object store finishing would give it its name
-                file.abort()
+                file.sink.abort()
 
 
 class _Readers:
@@ -204,13 +195,13 @@ class _Readers:
     """
 
     def __init__(self, source: Checkpoint, threads: int, n_ahead: int, checks: SourceChecks) -> None:
-        self.source, self._n_ahead, self._checks = source, n_ahead, checks
+        self.source, self._n_ahead, self.checks = source, n_ahead, checks
         self._order = {fqn: index for index, fqn in enumerate(source.entries)}
         self._threads = ThreadPoolExecutor(threads, "read")
         self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # The last few are kept, for all boxes of a tensor come together.
-        self._index = lru_cache(MAX_INDEXES)(lambda fqn: ChunkIndex(source.entries[fqn]))
+        self._index = lru_cache(MAX_INDEXES)(lambda fqn: ChunkIndex(source.tensors[fqn].chunks))
 
     def __enter__(self) -> _Readers:
         return self
@@ -223,25 +214,25 @@ class _Readers:
         return schedule(files, self._order, self._tensor_reader, partial(RecordReader, self.source.source))
 
     def ahead(self, moves: Iterable[Move]) -> Iterator[tuple[Move, Future[memoryview] | None]]:
-        """Yield moves in order, with bands of later ones read meanwhile, across the borders of parts."""
-        taken: deque[tuple[Move, Future[memoryview] | None]] = deque()
-        for move in moves:
-            data = None
+        """Return moves in order, with bands of later ones read meanwhile, across the borders of parts."""
+
+        def begin(move: Move) -> Future[memoryview] | None:
             if isinstance(move, HandOut) and move.band.nbytes > INLINE_NBYTES:
-                data = self._threads.submit(self.read, move.band)
-            taken.append((move, data))
-            if len(taken) > self._n_ahead:
-                yield taken.popleft()
-        while taken:
-            yield taken.popleft()
+                return self._threads.submit(self.read, move.band)
+            return None
+
+        return ahead_of(moves, begin, self._n_ahead)
 
     def read(self, band: Band) -> memoryview:
         """Read a band into a buffer, which is to be given back; zeros stand in place of what cannot be read."""
-        out = self._take()[: band.nbytes]
+        try:
+            out = self._buffers.get_nowait()[: band.nbytes]
+        except queue.Empty:
+            out = memoryview(bytearray(BAND_NBYTES))[: band.nbytes]
         try:
             band.reader.read(band, out)
         except DcptoolError as error:
-            self._checks.fail(error, band.reader.where)
+            self.checks.fail(error, band.reader.where)
             out[:] = bytes(len(out))
         return out
 
@@ -251,13 +242,8 @@ class _Readers:
         if isinstance(whole, bytearray):
             self._buffers.put(memoryview(whole))
 
-    def _take(self) -> memoryview:
-        try:
-            return self._buffers.get_nowait()
-        except queue.Empty:
-            return memoryview(bytearray(BAND_NBYTES))
-
     def _tensor_reader(self, fills: Sequence[Fill]) -> TensorReader:
+        entry = self.source.tensors[fills[0].fqn]
         with self._lock:  # an index is made once
-            chunks = self._index(fills[0].fqn)
-        return TensorReader(self.source.source, fills, chunks, self._checks.fail)
+            chunks = self._index(entry.fqn)
+        return TensorReader(self.source.source, entry, fills, chunks, self.checks.fail)

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dcptool.copying.outputs import OutputFile
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, OutputExistsError, StorageError, UnsupportedError
 from dcptool.storage import LocalStorage, Storage, is_temporary, is_url, join, locate, storage_at
+from dcptool.storage.local import sync_folder
 
 DISCARD_ATTEMPTS = 5
 
@@ -65,10 +66,10 @@ class Target:
                 self._swap(overwrite)
         except OSError as error:
             raise StorageError(f"{self.path}: {error.strerror or error}") from error
-        _sync(os.path.dirname(self.path) or ".")
+        sync_folder(os.path.dirname(self.path))
 
     def _swap(self, overwrite: bool) -> None:
-        _sync(self._temporary)
+        sync_folder(self._temporary)
         is_link = os.path.islink(self.path)
         if not os.path.lexists(self.path) or not (is_link or os.listdir(self.path)):
             os.rename(self._temporary, self.path)
@@ -230,14 +231,10 @@ def _require_apart(path: str, source: str) -> None:
         how = "is the source itself"
     elif theirs.startswith(f"{ours.rstrip('/')}/"):
         how = f"holds the source {source}"
-    elif ours.startswith(f"{theirs.rstrip('/')}/") and not _is_file(source):
+    elif ours.startswith(f"{theirs.rstrip('/')}/") and (is_url(source) or not os.path.isfile(source)):
         how = f"lies in the source {source}"
     if how:
         raise UnsupportedError(f"{path} {how}, which is never written to; choose another place")
-
-
-def _is_file(source: str) -> bool:
-    return not is_url(source) and os.path.isfile(source)
 
 
 def temporary_beside(path: str) -> str:
@@ -252,12 +249,3 @@ def leftovers(path: str) -> list[str]:
         return [] if is_url(path) else sorted(join(parent, name) for name in os.listdir(parent) if is_temporary(name))
     except OSError:
         return []
-
-
-def _sync(folder: str) -> None:
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

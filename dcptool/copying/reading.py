@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.boxes import BoxReader, ChunkIndex
-from dcptool.checkpoint.entries import Source
+from dcptool.checkpoint.entries import Source, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Ints, Record
 from dcptool.checkpoint.fill import RecordCheck
 from dcptool.checkpoint.regions import Box, bounding, cut_box, index_in, intersect, volume
@@ -89,8 +89,9 @@ class TensorReader:
 
     Args:
         source: of the checkpoint.
-        parts: what is wanted: boxes of one tensor, all of one dtype.
-        chunks: of the tensor.
+        entry: the tensor.
+        parts: what is wanted: boxes of it, all of one dtype.
+        chunks: its chunks.
         fail: told what cannot be read or does not check, and where; zeros stand in its place.
 
     Attributes:
@@ -100,9 +101,14 @@ class TensorReader:
     """
 
     def __init__(
-        self, source: Source, parts: Sequence[Fill], chunks: ChunkIndex, fail: Callable[[DcptoolError, Where], None]
+        self,
+        source: Source,
+        entry: TensorEntry,
+        parts: Sequence[Fill],
+        chunks: ChunkIndex,
+        fail: Callable[[DcptoolError, Where], None],
     ) -> None:
-        self.entry, self._parts, self._chunks, self._fail = chunks.entry, parts, chunks, fail
+        self.entry, self._parts, self._chunks, self._fail = entry, parts, chunks, fail
         self.where: Where = self.entry.fqn, None, None
         self._dtype = parts[0].dtype
         self._boxes = BoxReader(source, self.entry)
@@ -121,7 +127,7 @@ class TensorReader:
         if not wanted:
             return
         for box in cut_box(bounding([part for _, part in wanted]), BAND_NBYTES // wide):
-            takers = tuple((index, common) for index, part in wanted if (common := _common(box, part)))
+            takers = tuple((index, common) for index, part in wanted if (common := intersect(box, part)))
             if takers:
                 box = takers[0][1] if len(takers) == 1 else bounding([common for _, common in takers])
                 yield Band(self, box, volume(box[1]) * itemsize, takers)
@@ -166,10 +172,6 @@ class TensorReader:
 
 PartReader = TensorReader | RecordReader
 """What reads the bands of a part."""
-
-
-def _common(box: Box, part: Box) -> Box | None:
-    return box if box == part else intersect(box, part)
 
 
 def _zero(array: np.ndarray[Any, Any]) -> Any:

@@ -16,6 +16,7 @@ class OpenFile:
         target: where it is created.
 
     Attributes:
+        sink: where it grows; to be finished or aborted.
         nbytes: written so far.
 
     Raises:
@@ -23,7 +24,7 @@ class OpenFile:
     """
 
     def __init__(self, file: OutputFile, target: Creator) -> None:
-        self.file, self._sink = file, target.create(file.name)
+        self.file, self.sink = file, target.create(file.name)
         self.nbytes = 0
         self._crcs: list[int] = []
         self._crc = 0
@@ -51,14 +52,6 @@ class OpenFile:
         if self.nbytes != self.file.nbytes:
             raise LayoutError(f"{self.file.name} has {self.nbytes:,} bytes, planned were {self.file.nbytes:,}")
 
-    def finish(self) -> None:
-        """Make all of it last; errors as `Sink.write`."""
-        self._sink.finish()
-
-    def abort(self) -> None:
-        """Give up; what was written is removed."""
-        self._sink.abort()
-
     def _append(self, data: bytes | memoryview) -> None:
-        self._sink.write(data)
+        self.sink.write(data)
         self.nbytes += len(data)

@@ -1,13 +1,11 @@
 """Several processes as one: a gloo process group whose members notice who is gone. Knows nothing of checkpoints.
 
-together    a work done by a group: torchrun's where it started us, else forked on this machine
-sharing     how members share a work and come to one end: `agree`, `contribute`, `values_of`, `blocks`
-group       membership: meeting, sharing and gathering values, and who is gone
-audience    who is told what a member does: bytes, where output grows, which files it makes
-torchrun    whether torchrun started us, who then talks to the user, and joining its group
-supervisor  forks members, watches them, ends all when one is lost
-forked      what a forked member does around its work
-unfinished  what lost members leave, and its removal
+together  a work done by a group: torchrun's where it started us, else forked here, watched, ended when one is lost
+sharing   how members share a work and come to one end: `agree`, `contribute`, `values_of`, `blocks`
+group     membership: meeting, sharing and gathering values, and who is gone
+audience  who is told what a member does, and the removal of what lost members leave
+torchrun  whether torchrun started us, who then talks to the user, and joining its group
+forked    what a forked member does around its work
 
 A work is a callable that every member calls with (group, audience). All call the same of `sharing` in the same order,
 and raise only there, so that all return the same, which can be pickled, or raise the same error, which is told once. In

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 
@@ -12,13 +13,14 @@ from dcptool.checks.check import check, shown_by_metadata
 from dcptool.copying.outputs import OutputFile
 from dcptool.copying.pool import Pool
 from dcptool.copying.publishing import Target, leftovers
-from dcptool.errors import ItemError, UnsafePickleError
+from dcptool.errors import ItemError, UnsafePickleError, UnsupportedError
 from dcptool.formats.detect import open_checkpoint
 from dcptool.ops.diff.objects import compare_objects
 from dcptool.ops.diff.results import DiffOptions
 from dcptool.ops.diff.sides import Access
 from dcptool.ops.diff.values import ValueComparison
 from dcptool.ops.inspect.notes import side_files
+from dcptool.storage import is_url, join
 from dcptool.words import cut_lines, listed
 
 MAX_LISTED = 20
@@ -69,6 +71,24 @@ def require_sound(
     if found:
         can_skip = hint != LEAVES_OUT or all(map(can_be_left_out, found))
         raise ItemError(damaged(checkpoint, found, hint if can_skip else ""))
+
+
+def require_no_part(path: str, checkpoint: Checkpoint, what: str) -> None:
+    """Refuse to replace a file of a checkpoint, such as a shard beside the index that was opened.
+
+    Args:
+        path: of the output.
+        checkpoint: what is read.
+        what: it is called in the message.
+
+    Raises:
+        UnsupportedError: the path is one of its files.
+    """
+    if is_url(path) or not os.path.lexists(path):
+        return
+    ours = os.path.realpath(path)
+    if any(os.path.realpath(join(checkpoint.root, name)) == ours for name in (*checkpoint.usage, checkpoint.name)):
+        raise UnsupportedError(f"{path} belongs to the {what} {checkpoint.path}; choose another place")
 
 
 _WHAT = {
@@ -175,9 +195,5 @@ def source_notes(checkpoint: Checkpoint, selection: Selection, unproven: Collect
 
 def leftover_notes(path: str) -> list[str]:
     """Name temporary output that an earlier run left beside a path."""
-    left = leftovers(path)
-    return (
-        [f"{left[0]} is temporary output of a run that was killed, or still works; if none does, delete it"]
-        if left
-        else []
-    )
+    what = "is temporary output of a run that was killed, or still works; if none does, delete it"
+    return [f"{left} {what}" for left in leftovers(path)[:1]]

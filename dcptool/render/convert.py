@@ -14,8 +14,8 @@ SCHEMA = 1
 MAX_NAMED = 5
 
 
-def conversion_lines(conversion: Conversion) -> tuple[list[str], str]:
-    """Return what is worth knowing, for stderr, and the line that ends a conversion."""
+def left_out_lines(conversion: Conversion) -> list[str]:
+    """Return what was left out or changed, for stderr."""
     notes = finding_lines(conversion.corrupt, "")
     lost = list(dict.fromkeys(finding.fqn for finding in conversion.corrupt if finding.fqn))
     if lost:
@@ -24,13 +24,17 @@ def conversion_lines(conversion: Conversion) -> tuple[list[str], str]:
         notes.append(f"note: {plural(len(conversion.skipped), 'object')} left out: {_named(conversion.skipped)}")
     if conversion.n_cast:
         notes.append(f"note: {plural(conversion.n_cast, 'tensor')} cast")
-    notes += [f"note: {shown(note)}" for note in conversion.notes]
+    return notes
+
+
+def conversion_line(conversion: Conversion) -> str:
+    """Return the line that ends a conversion."""
     rate = conversion.nbytes_out / max(conversion.seconds, 1e-9)
     sizes = f"{nbytes(conversion.nbytes_in)} in, {nbytes(conversion.nbytes_out)} out"
     counts = plural(conversion.n_tensors, "tensor")
     if conversion.n_objects:
         counts += f", {plural(conversion.n_objects, 'object')}"
-    return notes, f"{counts}, {sizes}, {conversion.seconds:.2f} s, {nbytes(int(rate))}/s: {shown(conversion.path)}"
+    return f"{counts}, {sizes}, {conversion.seconds:.2f} s, {nbytes(int(rate))}/s: {shown(conversion.path)}"
 
 
 def _named(fqns: Sequence[str]) -> str:

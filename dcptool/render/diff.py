@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from dcptool.checkpoint.findings import Finding
 from dcptool.ops.diff.results import (
     EXTRA_STATE,
     HYPER_PARAMETER,
@@ -46,12 +45,8 @@ def diff_text(report: DiffReport, width: int) -> str:
     values = [difference for difference in report.differences if difference.kind == "values"]
     blocks += [_others_table(others, width)] if others else []
     blocks += [_values_table(values, width)] if values else []
-    blocks += [_findings_text(found) for found in (report.unreadable, report.notes) if found]
+    blocks += ["\n".join(finding_lines(found, "")) for found in (report.unreadable, report.notes) if found]
     return "\n\n".join(blocks)
-
-
-def _findings_text(findings: Sequence[Finding]) -> str:
-    return "\n".join(finding_lines(findings, ""))
 
 
 def verdict(report: DiffReport) -> str:
@@ -92,15 +87,9 @@ def _counts(report: DiffReport) -> list[str]:
 
 def _found(report: DiffReport) -> list[str]:
     """Return what differs, counted."""
-    by_kind = {kind: {d.fqn_a for d in report.differences if d.kind == kind} for kind in ("object", "kind", "layout")}
-    tensors = {difference.fqn_a for difference in report.differences if difference.kind in _OF_TENSORS}
     found = [f"names of {plural(report.alignment.n_aligned, 'entry')}"] if report.alignment else []
-    for names, noun in (
-        (tensors, "tensor"),
-        (by_kind["object"], "object"),
-        (by_kind["kind"], "kind"),
-        (by_kind["layout"], "layout"),
-    ):
+    for noun, kinds in (("tensor", _OF_TENSORS), *((kind, (kind,)) for kind in ("object", "kind", "layout"))):
+        names = {difference.fqn_a for difference in report.differences if difference.kind in kinds}
         found += [plural(len(names), noun)] if names else []
     for letter, entries in (("A", report.only_in_a), ("B", report.only_in_b)):
         count = sum(not entry.excused for entry in entries)
@@ -245,19 +234,14 @@ def _values_table(differences: Sequence[Difference], width: int) -> str:
 def _value_cells(group: Sequence[Difference]) -> list[str]:
     found = [difference.values for difference in group if difference.values]
     counts = f"{sum(v.n_different for v in found):,} of {sum(v.n_elements for v in found):,}"
-    most = [
-        max((e for e in errors if e is not None), default=None) for errors in zip(*map(_errors, found), strict=True)
-    ]
+    pairs = zip(*((values.max_abs, values.max_rel) for values in found), strict=True)
+    most = [max((error for error in errors if error is not None), default=None) for errors in pairs]
     cells = [counts, *("" if error is None else _short(error) for error in most)]
     if len(found) > 1:
         return [*cells, "", "", "", _note(group[0])]
     values = found[0]
     first = str(list(values.first)) if values.first else ""
     return [*cells, first, _both(values, "norm"), _both(values, "mean"), _note(group[0])]
-
-
-def _errors(values: Values) -> tuple[float | None, float | None]:
-    return values.max_abs, values.max_rel
 
 
 def _both(values: Values, field: str) -> str:

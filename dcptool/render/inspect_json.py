@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from dcptool.checkpoint.extents import Extent
 from dcptool.ops.inspect.inspect import Summary
 from dcptool.ops.inspect.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
 from dcptool.pickles import plain
 from dcptool.render.findings import finding_json
-from dcptool.words import value
+from dcptool.words import fields_of, value
 
 if TYPE_CHECKING:
     from dcptool.ops.inspect.stats import TensorStats
@@ -23,6 +24,7 @@ _OF_NOTES = ("kind", "severity", "message", "fqn", "file", "next_step")
 
 def to_json(summary: Summary) -> dict[str, Any]:
     """Return the report as plain data, numbered by "schema"."""
+    errors = [{"path": path, "message": message} for path, message in summary.errors]
     return {
         "schema": SCHEMA,
         "path": summary.path,
@@ -31,24 +33,14 @@ def to_json(summary: Summary) -> dict[str, Any]:
             for checkpoint, report in zip_longest(summary.checkpoints, summary.stats)
         ],
         **({"steps": [_step_json(step) for step in summary.steps]} if summary.steps else {}),
-        **({"others": list(summary.others)} if summary.others else {}),
-        **(
-            {"errors": [{"path": path, "message": message} for path, message in summary.errors]}
-            if summary.errors
-            else {}
-        ),
+        **({"others": summary.others} if summary.others else {}),
+        **({"errors": errors} if errors else {}),
     }
 
 
 def _checkpoint_json(checkpoint: CheckpointSummary, stats: Mapping[str, TensorStats]) -> dict[str, Any]:
     return {
-        "path": checkpoint.path,
-        "format": checkpoint.format,
-        "flavour": checkpoint.flavour,
-        "evidence": list(checkpoint.evidence),
-        "world_size": checkpoint.world_size,
-        "nbytes": checkpoint.nbytes,
-        "state": checkpoint.state,
+        **fields_of(checkpoint, "path", "format", "flavour", "evidence", "world_size", "nbytes", "state"),
         "tensors": [_tensor_json(tensor, stats.get(tensor.fqn)) for tensor in checkpoint.tensors],
         "objects": [_object_json(item) for item in checkpoint.objects],
         "files": [file._asdict() for file in checkpoint.files],
@@ -57,16 +49,8 @@ def _checkpoint_json(checkpoint: CheckpointSummary, stats: Mapping[str, TensorSt
 
 
 def _tensor_json(tensor: TensorSummary, stats: TensorStats | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "fqn": tensor.fqn,
-        "kind": "tensor",
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "nbytes": tensor.nbytes,
-        "layout": str(tensor.layout),
-        "n_chunks": tensor.n_chunks,
-        "files": list(tensor.files),
-    }
+    told = fields_of(tensor, "dtype", "shape", "nbytes", "layout", "n_chunks", "files")
+    fields = {"fqn": tensor.fqn, "kind": "tensor", **told, "layout": str(tensor.layout)}
     if stats is not None:
         from dcptool.render.stats import stats_json
 
@@ -75,17 +59,14 @@ def _tensor_json(tensor: TensorSummary, stats: TensorStats | None) -> dict[str, 
         fields["corner"] = None if isinstance(tensor.corner, str) else plain.to_json(_finite(tensor.corner))
         fields["corner_sizes"] = list(corner_sizes(tensor.shape))
     if tensor.chunks is not None:
-        fields["chunks"] = [
-            {
-                "offsets": list(chunk.offsets),
-                "sizes": list(chunk.sizes),
-                "file": chunk.item.file if chunk.item else None,
-                "byte_offset": chunk.item.byte_offset if chunk.item else None,
-                "nbytes": chunk.item.nbytes if chunk.item else None,
-            }
-            for chunk in tensor.chunks
-        ]
+        boxes = [(offsets, sizes, _place(item)) for offsets, sizes, item in tensor.chunks]
+        fields["chunks"] = [{"offsets": offsets, "sizes": sizes, **place} for offsets, sizes, place in boxes]
     return fields
+
+
+def _place(item: Extent | None) -> dict[str, Any]:
+    names = ("file", "byte_offset", "nbytes")
+    return fields_of(item, *names) if item else dict.fromkeys(names)
 
 
 def _finite(corner: Any) -> Any:
@@ -114,8 +95,6 @@ def _step_json(step: Verdict) -> dict[str, Any]:
         "state": step.state.value,
         "world_size": step.world_size,
         "n_checkpoints": len(step.parts),
-        "n_entries": step.n_entries,
-        "n_files": step.n_files,
-        "nbytes": step.nbytes,
+        **fields_of(step, "n_entries", "n_files", "nbytes"),
         "problem": step.reason or None,
     }

@@ -23,17 +23,12 @@ def plan_text(plan: PrunePlan) -> str:
 
 def plan_json(plan: PrunePlan, deleted: Deleted | None) -> dict[str, Any]:
     """Return the plan of `prune`, and what came of it, as plain data."""
+    refused = [{"name": name, "reason": reason} for name, reason in deleted.refused] if deleted else []
     return {
         "schema": SCHEMA,
         "run": plan.run,
         "steps": [{**decision._asdict(), "state": decision.state.value} for decision in plan.decisions],
-        "deleted": None
-        if deleted is None
-        else {
-            "names": list(deleted.names),
-            "nbytes": deleted.nbytes,
-            "refused": [{"name": name, "reason": reason} for name, reason in deleted.refused],
-        },
+        "deleted": deleted and {**deleted._asdict(), "refused": refused},
     }
 
 

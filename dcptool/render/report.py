@@ -10,8 +10,8 @@ from dcptool.words import nbytes, plural, shown
 SCHEMA = 1
 
 
-def report_lines(done: WrittenReport) -> tuple[list[str], str]:
-    """Return what is worth knowing, for stderr, and the line that ends a report."""
+def report_line(done: WrittenReport) -> str:
+    """Return the line that ends a report."""
     counts = ", ".join(
         [
             done.state.value,
@@ -22,8 +22,7 @@ def report_lines(done: WrittenReport) -> tuple[list[str], str]:
             plural(done.n_objects, "object"),
         ]
     )
-    notes = [f"note: {shown(note)}" for note in done.notes]
-    return notes, f"{counts}; page of {nbytes(done.nbytes)}, {done.seconds:.2f} s: {shown(done.path)}"
+    return f"{counts}; page of {nbytes(done.nbytes)}, {done.seconds:.2f} s: {shown(done.path)}"
 
 
 def report_json(done: WrittenReport) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dcptool.ops.verify.verdict import State, Verdict
 from dcptool.ops.verify.verify import VerifyReport
 from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.text import table
-from dcptool.words import nbytes, plural, shown
+from dcptool.words import fields_of, nbytes, plural, shown
 
 SCHEMA = 1
 _ALSO = {
@@ -149,9 +149,7 @@ def verify_json(report: VerifyReport) -> dict[str, Any]:
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
     """Return a verdict as plain data."""
     return {
-        "path": verdict.path,
-        "name": verdict.name,
-        "step": verdict.step,
+        **fields_of(verdict, "path", "name", "step"),
         "state": verdict.state.value,
         "level": verdict.level.name.lower(),
         "marker": None if verdict.marker is None else _marker_json(verdict.marker),
@@ -164,9 +162,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
             "n_unproven": verdict.side_files.n_unproven,
             "unproven_nbytes": verdict.side_files.unproven_nbytes,
         },
-        "n_files": verdict.n_files,
-        "nbytes": verdict.nbytes,
-        "written": verdict.written,
+        **fields_of(verdict, "n_files", "nbytes", "written"),
         "checked": verdict.tally._asdict(),
         "findings": [finding_json(finding) for finding in verdict.findings],
     }
@@ -174,4 +170,4 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 
 def _marker_json(marker: Marker) -> dict[str, Any]:
     fields = ("name", "writer", "step", "created", "world_size", "save_seconds", "blocked_seconds", "save_id")
-    return {**{name: getattr(marker, name) for name in fields}, "checksums": bool(marker.sha256)}
+    return {**fields_of(marker, *fields), "checksums": bool(marker.sha256)}

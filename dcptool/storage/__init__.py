@@ -24,6 +24,7 @@ from dcptool.storage.base import (
     parent,
     translated,
     walk,
+    write_pieces,
 )
 from dcptool.storage.local import LocalStorage
 from dcptool.storage.remote import FsspecStorage
@@ -46,6 +47,7 @@ __all__ = [
     "locate",
     "storage_at",
     "walk",
+    "write_pieces",
 ]
 
 _URL_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}

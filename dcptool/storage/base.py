@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError
@@ -56,6 +56,22 @@ class Creator(Protocol):
         Raises:
             StorageError: it cannot be created, or is there already.
         """
+
+
+def write_pieces(target: Creator, name: str, pieces: Iterable[bytes]) -> None:
+    """Write a new file of these pieces; after an error nothing is left of it.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    sink = target.create(name)
+    try:
+        for piece in pieces:
+            sink.write(piece)
+        sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
 
 
 class Storage(Creator, Protocol):
@@ -212,10 +228,6 @@ class translated:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._translate(error)
-
-    def _translate(self, error: BaseException) -> None:
         """Raise what an error becomes; return if it stays as it is."""
         path, missing = self._path, self._missing
         if isinstance(error, StorageError | CheckpointNotFoundError) or not isinstance(error, Exception):

@@ -41,15 +41,12 @@ class LocalStorage:
             for item in found:
                 name = f"{folder}/{item.name}" if folder else item.name
                 try:
-                    if item.is_dir():
-                        entries.append(DirEntry(name, 0, True, item.is_symlink()))
-                    else:
-                        found_file = item.stat()
-                        entries.append(
-                            DirEntry(name, found_file.st_size, False, item.is_symlink(), found_file.st_mtime)
-                        )
+                    is_dir, is_link = item.is_dir(), item.is_symlink()
+                    there = None if is_dir else item.stat()
                 except OSError:  # a dangling or looping link, or gone since the listing
                     continue
+                size, mtime = (there.st_size, there.st_mtime) if there else (0, None)
+                entries.append(DirEntry(name, size, is_dir, is_link, mtime))
         return sorted(entries)
 
     def size(self, name: str) -> int | None:
@@ -75,14 +72,12 @@ class LocalStorage:
     def _take_back(self, name: str, descriptor: int) -> None:
         """Keep a descriptor for the next read of its file, up to _OPEN_FILES in all."""
         with self._lock:
-            if name in self._files or len(self._files) >= _OPEN_FILES:
-                spare = descriptor
-                if name not in self._files:
-                    _, spare = self._files.popitem(last=False)
-                    self._files[name] = descriptor
+            spare = self._files.pop(name, -1)
+            self._files[name] = descriptor
+            if len(self._files) > _OPEN_FILES:
+                _, spare = self._files.popitem(last=False)
+            if spare >= 0:
                 os.close(spare)
-            else:
-                self._files[name] = descriptor
 
     def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
         path = self._path(name)
@@ -149,7 +144,7 @@ class LocalStorage:
                 with suppress(OSError):
                     os.unlink(temporary)
                 raise
-            _sync_folder(os.path.dirname(path))
+            sync_folder(os.path.dirname(path))
 
     def create(self, name: str) -> LocalSink:
         path = self._path(name)
@@ -160,7 +155,7 @@ class LocalStorage:
     def delete(self, name: str) -> None:
         with suppress(CheckpointNotFoundError), translated(self._path(name), writes=True):
             os.unlink(self._path(name))
-            _sync_folder(os.path.dirname(self._path(name)))
+            sync_folder(os.path.dirname(self._path(name)))
 
     def delete_folder(self, name: str) -> None:
         import shutil
@@ -250,11 +245,16 @@ def _begin_writeback(descriptor: int, start: int, nbytes: int) -> None:
             os.posix_fadvise(descriptor, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-def _sync_folder(path: str) -> None:
+def sync_folder(path: str) -> None:
     """Make a rename or a deletion in a folder last through a power cut, where the system can."""
     with suppress(OSError):
-        descriptor = os.open(path or ".", os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path or ".")
+
+
+def sync(path: str) -> None:
+    """Make what was written to a file or folder last through a power cut; raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -64,7 +64,7 @@ class CheckpointManager:
         self._ranks = Ranks(timeout)
         self._upload_ranks = Ranks(timeout)  # of the background thread: two threads must not share a group
         self._stager = Stager()
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcptool-save")
         self._uploading: Future[str] | None = None
         self._signalled = False
         self._handlers: dict[signal.Signals, Any] = {}
@@ -133,8 +133,6 @@ class CheckpointManager:
             )
             return path
 
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcptool-save")
         self._uploading = self._thread.submit(upload)
         return self._uploading
 
@@ -281,8 +279,7 @@ class CheckpointManager:
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
         self._handlers = {}
-        if self._thread is not None:
-            self._thread.shutdown(wait=False)
+        self._thread.shutdown(wait=False)
 
     def _require_open(self) -> None:
         if self._closed:

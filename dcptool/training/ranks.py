@@ -58,10 +58,7 @@ class Ranks:
         result, error = _tried(function)
         outcomes = self.gather(reasons(error, self.rank) if error else {})
         failed = {rank: reason for outcome in reversed(outcomes) for rank, reason in outcome.items()}
-        if error is not None and not isinstance(error, Exception | CheckpointException):
-            raise error  # Ctrl-C, sys.exit
-        if failed:
-            raise TrainingError(f"{what}: {_listed(failed, self.world_size)}") from error
+        _raise(what, error, failed, self.world_size)
         return cast(T, result)
 
     def on_first(self, what: str, function: Callable[[], T]) -> T:
@@ -71,10 +68,7 @@ class Ranks:
         if self.group is not None:
             dist.broadcast_object_list(outcomes, src=0, group=self.group)
         result, failed = outcomes[0]
-        if error is not None and not isinstance(error, Exception | CheckpointException):
-            raise error
-        if failed:
-            raise TrainingError(f"{what}: {_listed(failed, 1)}") from error
+        _raise(what, error, failed, 1)
         return cast(T, result)
 
     def close(self) -> None:
@@ -89,6 +83,14 @@ def _tried(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return function(), None
     except BaseException as error:  # CheckpointException is no Exception
         return None, error
+
+
+def _raise(what: str, error: BaseException | None, failed: dict[int, str], world_size: int) -> None:
+    """Raise if a rank failed: TrainingError, but what ends this process as it is."""
+    if error is not None and not isinstance(error, Exception | CheckpointException):
+        raise error  # Ctrl-C, sys.exit
+    if failed:
+        raise TrainingError(f"{what}: {_listed(failed, world_size)}") from error
 
 
 def reasons(error: BaseException, rank: int) -> dict[int, str]:

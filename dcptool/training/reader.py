@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -33,13 +32,13 @@ from dcptool.checkpoint.entries import Entry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Extent, Ints, Payload, Record, place_words
 from dcptool.checkpoint.fill import RecordCheck, fill
 from dcptool.checkpoint.regions import is_contiguous, volume
+from dcptool.copying.pool import MAX_THREADS, Pool
 from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
 from dcptool.formats.dcp.items import undo_transforms
 from dcptool.formats.detect import open_checkpoint
 from dcptool.storage import join
 from dcptool.storage.window import Window
 
-MAX_THREADS = 8
 _PIECE_NBYTES = 1 << 20
 _SMALL_NBYTES = 1 << 20
 """An item up to this length is read at once, its headers and its bytes together."""
@@ -215,13 +214,9 @@ def _for_all(items: list[Any], function: Callable[[Any], None], threads: int) ->
         for item in items:
             function(item)
         return
-    with ThreadPoolExecutor(threads, thread_name_prefix="dcptool-load") as pool:
-        try:
-            for _ in pool.map(function, items):
-                pass
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    with Pool(threads) as pool:
+        for _ in pool.run(function, items):
+            pass
 
 
 def _load_boxes(
@@ -234,7 +229,7 @@ def _load_boxes(
     source = checkpoint.source
     if chunk.item and chunk.item.nbytes <= _SMALL_NBYTES and not chunk.item.transforms:
         window = Window(checkpoint.storage)
-        window.load(chunk.item.file, chunk.item.byte_offset, chunk.item.byte_offset + chunk.item.nbytes)
+        window.load(chunk.item.file, *chunk.item.span)
         source = source.over(window)
     if chunk.item is None:
         raise LayoutError("the metadata has no place for it")

@@ -269,9 +269,7 @@ def _words(difference: Any) -> str:
 
 
 def _some(form: str, names: Sequence[str]) -> list[str]:
-    if not names:
-        return []
-    return [form.format(listed(names, MAX_LISTED))]
+    return [form.format(listed(names, MAX_LISTED))] if names else []
 
 
 def _renamed(report: DiffReport) -> list[str]:

@@ -50,7 +50,7 @@ class Stager:
             self._stager = DefaultStager(_options())
         copying: Future[Tree] = self._stager.stage(tree)
         self._copying = copying
-        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        self._hooks = [optimizer.register_step_pre_hook(lambda *_: self.wait()) for optimizer in optimizers]
         return copying.result
 
     def wait(self) -> None:
@@ -75,9 +75,6 @@ class Stager:
         if self._stager is not None:
             self._stager.close()
             self._stager = None
-
-    def _before_step(self, *_: Any) -> None:
-        self.wait()
 
 
 def _options() -> Any:

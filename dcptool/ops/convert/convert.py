@@ -8,16 +8,17 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.entries import TensorEntry
-from dcptool.checkpoint.extents import Extent
+from dcptool.checkpoint.entries import ObjectEntry
+from dcptool.checkpoint.extents import Extent, place_words
 from dcptool.checkpoint.findings import Finding, errors
 from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.checks.check import Level, check
-from dcptool.copying.engine import copy, default_threads, memory_nbytes
+from dcptool.copying.engine import copy, memory_nbytes
 from dcptool.copying.outputs import LaidOut, OutputFile, Wanted
+from dcptool.copying.pool import default_threads
 from dcptool.copying.publishing import prepare, require_place
-from dcptool.errors import ItemError, UnsupportedError
+from dcptool.errors import ItemError
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.formats.output import is_one_file, lay_out
 from dcptool.ops.guards import (
@@ -25,12 +26,13 @@ from dcptool.ops.guards import (
     damaged,
     leftover_notes,
     require_equal,
+    require_no_part,
     require_safe,
     require_same,
     require_sound,
     source_notes,
 )
-from dcptool.storage import Progress, join
+from dcptool.storage import Progress
 
 
 class ConvertOptions(NamedTuple):
@@ -167,7 +169,7 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     checkpoint = open_checkpoint(source, options.also)
     sources = (checkpoint.path, *options.also)
     require_place(path, is_one_file(to, path), 0, options.overwrite, sources)  # before all is checked, which takes time
-    _require_no_part(path, checkpoint)
+    require_no_part(path, checkpoint, "source")
     corrupt = _corrupt(checkpoint, options)
     bad = {finding.fqn for finding in corrupt if finding.fqn}
     if corrupt and not any(fqn not in bad and selects(fqn, options.keys, options.exclude) for fqn in checkpoint):
@@ -223,28 +225,14 @@ def _told(
 
 
 def _notes(plan: _ConvertPlan, options: ConvertOptions, unproven: Collection[str]) -> tuple[str, ...]:
+    unchecked = f"--check did not compare the values of the {plan.selection.n_cast:,} tensors that were cast"
     return (
-        *_unchecked_notes(plan.selection, options),
+        *([unchecked] if options.check and plan.selection.n_cast else []),
         *plan.selection.notes,
         *plan.output.notes,
         *source_notes(plan.checkpoint, plan.selection, unproven),
         *leftover_notes(plan.path),
     )
-
-
-def _unchecked_notes(selection: Selection, options: ConvertOptions) -> tuple[str, ...]:
-    if not options.check or not selection.n_cast:
-        return ()
-    return (f"--check did not compare the values of the {selection.n_cast:,} tensors that were cast",)
-
-
-def _require_no_part(path: str, checkpoint: Checkpoint) -> None:
-    """Refuse to replace one file of the source, such as a shard beside the index that was opened."""
-    if not os.path.lexists(path):
-        return
-    ours = os.path.realpath(path)
-    if any(os.path.realpath(join(checkpoint.root, name)) == ours for name in (*checkpoint.usage, checkpoint.name)):
-        raise UnsupportedError(f"{path} belongs to the source {checkpoint.path}; choose another place")
 
 
 def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
@@ -255,24 +243,22 @@ def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
     unread = Effect.UNREAD  # which is refused when it is read
     damaged = [finding for finding in errors(report.findings) if finding.traits.effect is not unread]
     named = {finding.fqn for finding in damaged}
-    there = {name: checkpoint.storage.size(name) or 0 for name in checkpoint.usage}
-    missing = {name for name in checkpoint.usage if checkpoint.storage.size(name) is None}
-    short = {name for name, use in checkpoint.usage.items() if there[name] < use.end}
+    there = {name: checkpoint.storage.size(name) for name in checkpoint.usage}
+    short = {name for name, use in checkpoint.usage.items() if (there[name] or 0) < use.end}
 
     def is_lost(item: Extent | None) -> bool:
-        return item is not None and item.file in short and item.byte_offset + item.nbytes > there[item.file]
+        return item is not None and item.file in short and item.span[1] > (there[item.file] or 0)
 
     for fqn, entry in checkpoint.items() if short else ():
         if fqn in named:
             continue
-        if isinstance(entry, TensorEntry):
-            touched = not short.isdisjoint(filter(None, entry.chunks.files()))
-            lost = next((chunk.item for chunk in entry.chunks if is_lost(chunk.item)), None) if touched else None
+        if isinstance(entry, ObjectEntry):
+            items = iter([entry.item])
         else:
-            lost = entry.item if is_lost(entry.item) else None
+            items = iter(()) if short.isdisjoint(entry.chunks.files()) else (chunk.item for chunk in entry.chunks)
+        lost = next(filter(is_lost, items), None)
         if lost:
-            where = f"{lost.file}, bytes {lost.byte_offset:,}–{lost.byte_offset + lost.nbytes:,}"
-            why = "is missing" if lost.file in missing else f"ends at byte {there[lost.file]:,}"
-            message = f"{fqn!r} is stored in {where}; that file {why}"
+            why = "is missing" if there[lost.file] is None else f"ends at byte {there[lost.file]:,}"
+            message = f"{fqn!r} is stored in {place_words(lost)}; that file {why}"
             damaged.append(Finding.of("lost-entry", message, lost.file, fqn))
     return damaged

@@ -6,7 +6,6 @@ Source: torch 2.13, distributed/checkpoint/format_utils.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -17,6 +16,7 @@ from dcptool.formats.detect import open_checkpoint
 from dcptool.formats.output import is_one_file
 from dcptool.storage import is_url
 from dcptool.storage.base import translated
+from dcptool.storage.local import sync
 
 _PAIRS = {("dcp", "torch"), ("dcp", "safetensors"), ("torch_save", "dcp")}
 
@@ -50,13 +50,13 @@ def convert_with_torch(source: str, target: str, to: str, *, trust: bool, overwr
         raise UnsupportedError("--engine torch needs torch: pip install 'dcptool[torch]'") from None
     nbytes = sum(checkpoint.files.values())
     with prepare(target, to != "dcp", nbytes, overwrite, checkpoint.path) as place:
-        _attempt(_WORK[to], checkpoint, place.written)
-        _sync(place.written)
+        _attempt(to, checkpoint, place.written)
+        _sync_all(place.written)
         place.publish(overwrite)
     return str(torch.__version__)
 
 
-def _sync(path: str) -> None:
+def _sync_all(path: str) -> None:
     """Make what was written last through a power cut: torch.save and safetensors sync nothing.
 
     Raises:
@@ -65,11 +65,7 @@ def _sync(path: str) -> None:
     paths = [path] if os.path.isfile(path) else [os.path.join(path, name) for name in os.listdir(path)]
     for name in paths:
         with translated(name, StorageError):
-            descriptor = os.open(name, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(name)
 
 
 def torch_problem(source: str, target: str, to: str) -> str:
@@ -86,11 +82,11 @@ def torch_problem(source: str, target: str, to: str) -> str:
     return ""
 
 
-def _attempt(function: Callable[[Checkpoint, str], None], checkpoint: Checkpoint, target: str) -> None:
+def _attempt(to: str, checkpoint: Checkpoint, target: str) -> None:
     """Call torch, without its prints; its errors, some of which are no Exception, become ours."""
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-            function(checkpoint, target)
+            _run(to, checkpoint, target)
     except (KeyboardInterrupt, SystemExit, DcptoolError):
         raise
     except BaseException as error:
@@ -99,24 +95,25 @@ def _attempt(function: Callable[[Checkpoint, str], None], checkpoint: Checkpoint
         raise ItemError(message) from error
 
 
-def _to_torch(checkpoint: Checkpoint, target: str) -> None:
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+def _run(to: str, checkpoint: Checkpoint, target: str) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
-    dcp_to_torch_save(checkpoint.root, target)
+    if to == "dcp":
+        torch_save_to_dcp(checkpoint.path, target)
+    elif to == "torch":
+        dcp_to_torch_save(checkpoint.root, target)
+    else:
+        import torch
+        from safetensors.torch import save_file
 
-
-def _to_safetensors(checkpoint: Checkpoint, target: str) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    between = f"{target}.pt"
-    try:
-        _to_torch(checkpoint, between)
-        state = torch.load(between, weights_only=False)
-    finally:
-        if os.path.exists(between):
-            os.unlink(between)
-    save_file(dict(_tensors(state, ())), target, metadata={"format": "pt"})
+        between = f"{target}.pt"
+        try:
+            dcp_to_torch_save(checkpoint.root, between)
+            state = torch.load(between, weights_only=False)
+        finally:
+            if os.path.exists(between):
+                os.unlink(between)
+        save_file(dict(_tensors(state, ())), target, metadata={"format": "pt"})
 
 
 def _tensors(value: Any, path: tuple[str, ...]) -> list[tuple[str, Any]]:
@@ -125,16 +122,3 @@ def _tensors(value: Any, path: tuple[str, ...]) -> list[tuple[str, Any]]:
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         return [found for key, part in parts for found in _tensors(part, (*path, str(key)))]
     return [(".".join(path), value.contiguous().clone())] if hasattr(value, "untyped_storage") else []
-
-
-def _to_dcp(checkpoint: Checkpoint, target: str) -> None:
-    from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
-
-    torch_save_to_dcp(checkpoint.path, target)
-
-
-_WORK: dict[str, Callable[[Checkpoint, str], None]] = {
-    "torch": _to_torch,
-    "safetensors": _to_safetensors,
-    "dcp": _to_dcp,
-}

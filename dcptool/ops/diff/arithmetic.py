@@ -6,6 +6,7 @@ larger than a few megabytes. Knows neither files nor checkpoints.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool.checkpoint.numbers import SLICE, has_numbers, plain_numbers, slices
@@ -30,13 +31,7 @@ class Sums(NamedTuple):
 
     def plus(self, other: Sums) -> Sums:
         """Return the sums of both together."""
-        return Sums(
-            self.n_finite + other.n_finite,
-            self.n_nan + other.n_nan,
-            self.n_inf + other.n_inf,
-            self.total + other.total,
-            self.squares + other.squares,
-        )
+        return Sums(*map(operator.add, self, other))
 
 
 class Errors(NamedTuple):

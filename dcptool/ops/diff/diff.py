@@ -109,9 +109,7 @@ def compare_checkpoints(
         LayoutError: nothing is selected, or stripping a prefix makes names collide.
     """
     known = known_entries(a), known_entries(b)
-    paired = pair(*known, options, names or {})
-    _require_selected(a, paired, options)
-    renames = likely_renames(paired.only_in_a, paired.only_in_b)
+    paired, renames = _paired(*known, a, options, names or {})
     renamed = [(x, y) for x, y in renames if x.kind == "tensor"]
     tensors = [(x, y) for x, y in paired.both if are_comparable(x, y)]
     objects = [(x, y) for x, y in paired.both if x.kind == y.kind == "object"]
@@ -175,12 +173,10 @@ def _of_object(x: Known, y: Known, outcome: ObjectOutcome) -> Difference | None:
 
 def _compare_live(known: Sequence[Known], b: Checkpoint, options: DiffOptions) -> DiffReport:
     theirs = known_entries(b)
-    paired = pair(known, theirs, options)
-    _require_selected(b, paired, options)
+    paired, renames = _paired(known, theirs, b, options, {})
     n_tensors = sum(entry.kind == "tensor" for entry in known)
     side = Side(LIVE, "live", "live state dict", n_tensors, len(known) - n_tensors, 0)
     only = lone_entries(paired.only_in_a, b), tuple(map(lone, paired.only_in_b))
-    renames = likely_renames(paired.only_in_a, paired.only_in_b)
     report = outline(side, side_of(b), paired, *only)._replace(
         renames=tuple(Rename(x.fqn, y.fqn, None) for x, y in renames),
         differences=tuple(difference for x, y in paired.both for difference in outer_differences(x, y)),
@@ -194,11 +190,15 @@ def _option_notes(a: Sequence[Known], b: Sequence[Known], options: DiffOptions) 
     return (*prefix_notes(a, b, options), *unmatched_notes(a, b, options))
 
 
-def _require_selected(checkpoint: Checkpoint, paired: Pairing, options: DiffOptions) -> None:
-    """Refuse to compare nothing.
+def _paired(
+    a: Sequence[Known], b: Sequence[Known], checkpoint: Checkpoint, options: DiffOptions, names: Mapping[str, str]
+) -> tuple[Pairing, list[tuple[Known, Known]]]:
+    """Pair the entries of both sides, and those that are only on one but probably renamed.
 
     Raises:
-        LayoutError: no entry of either side is selected; the message lists what there is.
+        LayoutError: no entry of either side is selected; the message lists what there is in the checkpoint.
     """
+    paired = pair(a, b, options, names)
     if (options.keys or options.exclude) and not (paired.both or paired.only_in_a or paired.only_in_b):
         select(checkpoint, options.keys, options.exclude)
+    return paired, likely_renames(paired.only_in_a, paired.only_in_b)

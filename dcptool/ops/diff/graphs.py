@@ -133,15 +133,12 @@ def _stand_in_parts(a: Any, b: Any, where: str, contents: Contents) -> _Pairs | 
         decoded = plain.decode(a), plain.decode(b)
         if plain.is_plain(decoded[0]) and plain.is_plain(decoded[1]):
             return [(decoded[0], decoded[1], where)]
-    return [
-        (a.function, b.function, where),
-        (a.args, b.args, where),
-        (a.kwargs, b.kwargs, where),
-        (_items(a), _items(b), where),
-        (a.appended, b.appended, where),
-        (a.state, b.state, where),
-        (a.dropped, b.dropped, where),
-    ]
+
+    def pairs(*names: str) -> _Pairs:
+        return [(getattr(a, name), getattr(b, name), where) for name in names]
+
+    items = (_items(a), _items(b), where)
+    return [*pairs("function", "args", "kwargs"), items, *pairs("appended", "state", "dropped")]
 
 
 def _items(node: Node) -> Any:

@@ -59,7 +59,7 @@ def _first_unequal(a: _Stored, b: _Stored) -> Unequal | None:
     values = [a.value, b.value]
     if all(map(_is_conclusive, values)):
         return _whole(values, first_unequal(a.value, b.value, contents))
-    return _whole(values, first_unequal(a.graph, b.graph, contents))
+    return _whole(values, first_unequal(a.graph[0], b.graph[0], contents))
 
 
 def _whole(values: list[Any], unequal: Unequal | None) -> Unequal | None:
@@ -112,12 +112,8 @@ class _Stored:
             return _Unknown()
 
     @cached_property
-    def graph(self) -> Any:
-        """The loaded pickle."""
-        return self._graph[0]
-
-    @cached_property
-    def _graph(self) -> tuple[Any, dict[str, Record]]:
+    def graph(self) -> tuple[Any, dict[str, Record]]:
+        """The loaded pickle, and the records of the storages in it."""
         with self._reading():
             if self.access.checkpoint.format.items_apart and not self.item.transforms:
                 pickled = TorchZip(partial(_read, self._storage, self.item), self.item.nbytes).member("data.pkl")
@@ -132,7 +128,7 @@ class _Stored:
 
     def storage(self, key: Any) -> Record:
         """Return the bytes of a storage that the graph names by this key."""
-        record = self._graph[1].get(str(key))
+        record = self.graph[1].get(str(key))
         if record is None:
             raise UnreadableError(f"its zip has no storage {key!r}", self.access, self.entry)
         return record

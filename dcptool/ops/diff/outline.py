@@ -6,6 +6,7 @@ Reads no tensor; of objects only those that may be an empty dict.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
@@ -126,12 +127,10 @@ def _flattening(whole: Sequence[Lone], parts: Sequence[Lone], name: str, other: 
     found: dict[str, int] = {}
     objects = {entry.fqn for entry in whole if entry.kind == "object"}
     for entry in parts if objects else ():
-        position = entry.fqn.find(".")
-        while position >= 0:
-            if entry.fqn[:position] in objects:
-                found[entry.fqn[:position]] = found.get(entry.fqn[:position], 0) + 1
-                break
-            position = entry.fqn.find(".", position + 1)
+        beginnings = accumulate(entry.fqn.split(".")[:-1], "{}.{}".format)
+        container = next((beginning for beginning in beginnings if beginning in objects), None)
+        if container is not None:
+            found[container] = found.get(container, 0) + 1
     if not found:
         return []
     first, count = next(iter(found.items()))
@@ -158,10 +157,7 @@ def prefix_notes(a: Sequence[Known], b: Sequence[Known], options: DiffOptions) -
     """Note a prefix that was to be taken off the names of a side and that none of them has."""
     sides = (("A", "a", a, options.strip_prefix_a), ("B", "b", b, options.strip_prefix_b))
     return tuple(
-        Finding.of(
-            "unused-prefix",
-            f"no name of {side} begins with {prefix!r}: --strip-prefix-{letter} did nothing",
-        )
+        Finding.of("unused-prefix", f"no name of {side} begins with {prefix!r}: --strip-prefix-{letter} did nothing")
         for side, letter, known, prefix in sides
         if prefix and not any(entry.fqn.startswith(prefix) for entry in known)
     )
@@ -177,11 +173,9 @@ def unmatched_notes(a: Sequence[Known], b: Sequence[Known], options: DiffOptions
 def metadata_problems(name: str, side: Checkpoint, options: DiffOptions, known: Sequence[Finding]) -> list[Finding]:
     """Return what is wrong with a side's metadata, as far as it is about what was compared and not among `known`."""
     fqns = {finding.fqn for finding in known}
-    found = []
-    for finding in errors(side.problems):
-        is_new = finding.fqn is None or (
-            finding.fqn not in fqns and selects(finding.fqn, options.keys, options.exclude)
-        )
-        if is_new:
-            found.append(finding._replace(message=f"{name}: {finding.message}"))
-    return found
+
+    def is_new(fqn: str | None) -> bool:
+        return fqn is None or (fqn not in fqns and selects(fqn, options.keys, options.exclude))
+
+    found = [finding for finding in errors(side.problems) if is_new(finding.fqn)]
+    return [finding._replace(message=f"{name}: {finding.message}") for finding in found]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from dcptool.checkpoint.selection import WRAPPERS, selects
 from dcptool.errors import LayoutError
 from dcptool.ops.diff.results import EXTRA_STATE, HYPER_PARAMETER, Alignment, DiffOptions, Known, Lone
+from dcptool.words import endings
 
 MAX_ALIKE = 4
 """Entries with the same ending that are looked at when a rule for names is searched."""
@@ -78,11 +79,8 @@ def pair(
 
 def lone(known: Known, excused: str = "") -> Lone:
     """Return an entry that is on one side only, with its topic."""
-    topic = ""
-    if _PARAM_GROUPS.search(known.fqn):
-        topic = HYPER_PARAMETER
-    elif _EXTRA_STATE.search(known.fqn):
-        topic = EXTRA_STATE
+    topics = ((HYPER_PARAMETER, _PARAM_GROUPS), (EXTRA_STATE, _EXTRA_STATE))
+    topic = next((topic for topic, pattern in topics if pattern.search(known.fqn)), "")
     return Lone(known.fqn, known.kind, known.dtype, known.shape, topic, excused)
 
 
@@ -147,27 +145,18 @@ def _prefixes(a: Mapping[str, Known], b: Mapping[str, Known]) -> tuple[str, str]
     """Return what most names of A, and those of B with the same ending, begin with: ("model.", "")."""
     by_tail: dict[str, list[str]] = {}
     for name in a:
-        for _, tail in _tails(name):
+        for tail in endings(name):
             alike = by_tail.setdefault(tail, [])
             if len(alike) < MAX_ALIKE:
                 alike.append(name)
     counts: Counter[tuple[str, str]] = Counter()
     for name in b:
-        for prefix, tail in _tails(name):
+        for tail in endings(name):
             alike = [other for other in by_tail.get(tail, ()) if a[other].kind == b[name].kind]
             if alike:
-                counts.update((other.removesuffix(tail), prefix) for other in alike)
+                counts.update((other.removesuffix(tail), name.removesuffix(tail)) for other in alike)
                 break
     return counts.most_common(1)[0][0] if counts else ("", "")
-
-
-def _tails(name: str) -> Iterable[tuple[str, str]]:
-    """Yield (beginning, ending) of a name for every dot it can be cut at, the longest ending first."""
-    yield "", name
-    position = name.find(".")
-    while position >= 0:
-        yield name[: position + 1], name[position + 1 :]
-        position = name.find(".", position + 1)
 
 
 def _without(name: str, parts: tuple[str, ...]) -> str:

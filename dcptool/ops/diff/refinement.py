@@ -6,13 +6,13 @@ of a side overlap, pieces are of the whole tensor, to be put together from its c
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from dcptool.checkpoint.boxes import ChunkIndex
 from dcptool.checkpoint.chunks import Chunks
-from dcptool.checkpoint.regions import Box, cut_box, first_gap, intersect, volume
+from dcptool.checkpoint.regions import Box, cut_box, first_gap, volume
 from dcptool.ops.diff.sides import SideReader, UnreadableError
 
 _BATCH_LENGTH = 8
@@ -92,31 +92,11 @@ def refinement(a: Chunks, b: Chunks) -> Iterator[tuple[int, int, Box]]:
     much as there are boxes.
     """
     where = {box: index for index, box in enumerate(b.boxes())}
-    lookup: _SortedBoxes | None = None
+    lookup: ChunkIndex | None = None
     for index, box in enumerate(a.boxes()):
         if box in where and volume(box[1]):
             yield index, where[box], box
             continue
-        lookup = lookup or _SortedBoxes(list(b.boxes()))
+        lookup = lookup or ChunkIndex(b)
         for found, common in lookup.touching(box):
             yield index, found, common
-
-
-class _SortedBoxes:
-    """Boxes sorted by their first element along the dimension in which they begin at most different places."""
-
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        self._boxes = boxes
-        ndim = len(boxes[0][0]) if boxes else 0
-        self._dim = max(range(ndim), key=lambda dim: len({box[0][dim] for box in boxes}), default=-1)
-        self._ordered = sorted((box[0][self._dim] if ndim else 0, index) for index, box in enumerate(boxes))
-        self._longest = max((box[1][self._dim] for box in boxes), default=1) if ndim else 1
-
-    def touching(self, box: Box) -> Iterator[tuple[int, Box]]:
-        start, size = (box[0][self._dim], box[1][self._dim]) if self._dim >= 0 else (0, 1)
-        first = bisect_left(self._ordered, (start - self._longest + 1, -1))
-        last = bisect_right(self._ordered, (start + size - 1, len(self._boxes)))
-        for _, index in self._ordered[first:last]:
-            common = intersect(box, self._boxes[index])
-            if common:
-                yield index, common

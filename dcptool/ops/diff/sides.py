@@ -6,6 +6,7 @@ Checksums are looked at only where values differ: of equal bytes none has to be 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dcptool.checkpoint.boxes import BoxReader, ChunkIndex, check_whole
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
-from dcptool.checkpoint.extents import Chunk, Extent, Record, place_words
+from dcptool.checkpoint.extents import Chunk, Extent, Record, place_words, whereabouts
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.numbers import array_dtype
 from dcptool.checkpoint.regions import Box, index_in, volume
@@ -36,7 +37,8 @@ class Access:
     def __init__(self, name: str, checkpoint: Checkpoint) -> None:
         self.name, self.checkpoint = name, checkpoint
         self.lock = threading.Lock()
-        self._checks: dict[Record, _CheckOnce] = {}
+        self._problems: dict[Record, str] = {}
+        self._locks: defaultdict[Record, threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
 
     def problem(self, record: Record) -> str:
@@ -48,27 +50,18 @@ class Access:
         if record.crc32 is None:
             return ""
         with self._lock:
-            check = self._checks.setdefault(record, _CheckOnce())
-        with check.lock:
-            if check.problem is None:
-                check.problem = check_whole(self.checkpoint.source, record)
-        return check.problem
+            lock = self._locks[record]
+        with lock:  # others wait for the thread that reads it
+            if record not in self._problems:
+                self._problems[record] = check_whole(self.checkpoint.source, record)
+            return self._problems[record]
 
     def forget(self, records: Iterable[Record]) -> None:
         """Forget records that no other tensor has: in a DCP every chunk has one of its own."""
         if self.checkpoint.format.items_apart:
             for record in records:
-                self._checks.pop(record, None)
-
-
-class _CheckOnce:
-    """What is wrong with a record, None before one thread has read it, for which others wait."""
-
-    __slots__ = ("lock", "problem")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.problem: str | None = None
+                self._problems.pop(record, None)
+                self._locks.pop(record, None)
 
 
 class UnreadableError(ItemError):
@@ -84,21 +77,14 @@ class UnreadableError(ItemError):
 
     def finding(self, n_more: int = 0) -> Finding:
         """Return it as a finding; `n_more` chunks of the same tensor cannot be read either."""
-        chunk, item, checkpoint = self.chunk, self.item, self.access.checkpoint
+        item, checkpoint = self.item, self.access.checkpoint
         message, step = str(self), f"dcptool verify --deep {checkpoint.path}"
         if item and is_lfs_pointer(checkpoint, item.file):
             message = f"{self.access.name}: {self.entry.fqn!r}: {item.file} is a Git LFS pointer, not the file itself"
             step = GET_LFS_FILES
         more = f" ({n_more:,} more of its chunks cannot be read)" if n_more else ""
         return Finding.of(
-            "unreadable",
-            f"{message}{more}",
-            item.file if item else None,
-            self.entry.fqn,
-            chunk.offsets if chunk else None,
-            chunk.sizes if chunk else None,
-            (item.byte_offset, item.byte_offset + item.nbytes) if item else None,
-            next_step=step,
+            "unreadable", f"{message}{more}", *whereabouts(item, self.entry.fqn, self.chunk), next_step=step
         )
 
 
@@ -142,7 +128,7 @@ class SideReader:
             chunk = self.entry.chunks[found]
             with unreadable(self.access, self.entry, chunk), self._lock(chunk):
                 # Checksums are looked at where values differ, see `require_undamaged`: equal bytes need none.
-                self._boxes.fill(found, common, out[index_in(box, common)], _ignore)
+                self._boxes.fill(found, common, out[index_in(box, common)], lambda *_: None)
         return out
 
     def is_zip(self, index: int, chunk: Chunk) -> bool:
@@ -190,13 +176,9 @@ class SideReader:
     def _parts(self, box: Box, index: int) -> Iterable[tuple[int, Box]]:
         if index >= 0:
             return [(index, box)]
-        chunks = self._index = self._index or ChunkIndex(self.entry)
+        chunks = self._index = self._index or ChunkIndex(self.entry.chunks)
         return chunks.touching(box)
 
     def _lock(self, chunk: Chunk) -> AbstractContextManager[Any]:
         """Let one thread at a time at what decompresses an item and keeps the result."""
         return self.access.lock if chunk.item and chunk.item.transforms else nullcontext()
-
-
-def _ignore(byte_offset: int, data: memoryview) -> None:
-    return None

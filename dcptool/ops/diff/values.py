@@ -7,7 +7,6 @@ once it is known which tensors differ, the statistics of their equal boxes are a
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -16,7 +15,7 @@ from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Chunk, Ints
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import Box, contiguous_strides, volume
-from dcptool.copying.pool import Pool
+from dcptool.copying.pool import Pool, per_thread
 from dcptool.errors import DcptoolError
 from dcptool.ops.diff import arithmetic
 from dcptool.ops.diff.arithmetic import Errors, Sums
@@ -70,7 +69,7 @@ class ValueComparison:
         self._progress = progress or (lambda nbytes: None)
         pieces = (access.checkpoint.storage.piece_nbytes for access in (a, b))
         self._box_nbytes = min(max(pieces), MAX_BOX_NBYTES)
-        self._local = threading.local()
+        self._buffers = per_thread(lambda: Buffers(self._box_nbytes))
 
     def run(self, pairs: Sequence[tuple[TensorEntry, TensorEntry]]) -> list[TensorOutcome]:
         """Compare pairs of tensors; both of a pair have one shape.
@@ -154,12 +153,6 @@ class ValueComparison:
                 sums = arithmetic.sum_up(array, state.a.entry.dtype)
                 found += [sums] if sums else []
         return found
-
-    def _buffers(self) -> Buffers:
-        buffers: Buffers | None = getattr(self._local, "buffers", None)
-        if buffers is None:
-            buffers = self._local.buffers = Buffers(self._box_nbytes)
-        return buffers
 
 
 class _PairBatch(NamedTuple):

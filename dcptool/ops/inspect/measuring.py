@@ -8,13 +8,14 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 from dcptool.checkpoint import dtypes
-from dcptool.checkpoint.boxes import ChunkIndex, check_whole
+from dcptool.checkpoint.boxes import ChunkIndex, record_problem
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.cover import cover
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.fill import RecordCheck
 from dcptool.checkpoint.regions import cut_box, volume
 from dcptool.copying.outputs import Fill
+from dcptool.copying.pool import per_thread
 from dcptool.copying.reading import BAND_NBYTES, Band, TensorReader, Where
 from dcptool.errors import DcptoolError, ItemError, LayoutError
 from dcptool.ops.inspect.moments import Moments, measure
@@ -36,7 +37,7 @@ class CheckpointReading:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self._local = threading.local()
+        self._buffer = per_thread(lambda: memoryview(bytearray(BAND_NBYTES)))
         self._problems: dict[tuple[str, int, int], str] = {}
         self.n_unproven = 0
         # What decompresses an item keeps the result, and is made for one thread.
@@ -82,18 +83,8 @@ class CheckpointReading:
         if check.is_whole():
             self._problems[key] = check.problem()
         elif key not in self._problems:
-            try:
-                self._problems[key] = check_whole(self.checkpoint.source, record)
-            except DcptoolError as error:
-                self._problems[key] = str(error)
+            self._problems[key] = record_problem(self.checkpoint.source, record)
         return self._problems[key]
-
-    def _buffer(self) -> memoryview:
-        """Return this thread's buffer for a band."""
-        buffer: memoryview | None = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = memoryview(bytearray(BAND_NBYTES))
-        return buffer
 
 
 class Measurement:
@@ -132,7 +123,7 @@ class Measurement:
             return
         _require_exact_cover(entry)
         whole = Fill(entry.fqn, (0,) * len(entry.shape), entry.shape, entry.dtype, entry.nbytes)
-        reader = self._reader = TensorReader(checkpoint.source, [whole], ChunkIndex(entry), self.fail)
+        reader = self._reader = TensorReader(checkpoint.source, entry, [whole], ChunkIndex(entry.chunks), self.fail)
         for chunk in entry.chunks.boxes():
             for box in cut_box(chunk, BAND_NBYTES // itemsize) if volume(chunk[1]) else ():
                 yield Band(reader, box, volume(box[1]) * itemsize, ())

@@ -6,12 +6,12 @@ Looks at names and paths only. A note is never an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.selection import WRAPPERS
-from dcptool.words import plural
+from dcptool.words import endings, plural
 
 _OPTIMIZER = re.compile(r"(?:^|\.)(?:optim|optimizer|optimizers|opt)\w*\.(?:.*\.)?state\.(.+)\.(\w+)$")
 _EXTRA_STATE = re.compile(r"\._extra_state(?:/|$)")
@@ -80,20 +80,12 @@ def _optimizer(checkpoint: Checkpoint) -> list[Finding]:
         message = f"the optimizer names its state by parameter index ({len(covered):,} of them), not by parameter name"
         return [note("index-keyed-optimizer", message, "It loads only into the same parameters in the same order.")]
     weights = [name for name in tensors if not _OPTIMIZER.search(name) and name.endswith(("weight", "bias"))]
-    without = [
-        name for name in weights if not any(name == key or name.endswith(f".{key}") for key in _tails(name, covered))
-    ]
+    without = [name for name in weights if covered.isdisjoint(endings(name))]
     if not weights or not without or len(without) == len(weights):
         return []
     share = f"{len(without):,} of {len(weights):,} weights and biases"
     message = f"the optimizer has no state for {share}, such as {without[0]!r}"
     return [note("partial-optimizer", message, "Expected if they are frozen.")]
-
-
-def _tails(name: str, covered: set[str]) -> Iterable[str]:
-    """Yield the dotted endings of a name that the optimizer has state for."""
-    parts = name.split(".")
-    return (tail for start in range(len(parts)) if (tail := ".".join(parts[start:])) in covered)
 
 
 def _integer_keys(checkpoint: Checkpoint) -> Finding | None:

@@ -21,7 +21,6 @@ from dcptool.copying.reading import Where
 from dcptool.errors import DcptoolError, UnsupportedError
 from dcptool.formats.detect import open_checkpoint
 from dcptool.ops.inspect.measuring import CheckpointReading, Measurement
-from dcptool.ops.inspect.moments import Moments
 from dcptool.storage import Progress
 
 VALUES, MAGNITUDES, UNPACKED = "values", "magnitudes", "unpacked"
@@ -156,26 +155,13 @@ def stats_of(
 
 def _told(checkpoint: Checkpoint, measurement: Measurement) -> tuple[TensorStats, list[Finding]]:
     """Return the statistics of a tensor that was read, or what of it is damaged."""
-    entry, failures = measurement.entry, measurement.failures
-    stats = TensorStats(entry.fqn, entry.dtype, entry.shape, _measured(entry.dtype))
-    if not failures:
-        return _with_moments(stats, measurement.moments), []
-    error, where = failures[0]
-    return stats._replace(problem=str(error)), [_finding(checkpoint, error, where, len(failures) - 1)]
-
-
-def _with_moments(stats: TensorStats, moments: Moments) -> TensorStats:
-    return stats._replace(
-        n_values=moments.n_finite + moments.n_nan + moments.n_inf,
-        n_nan=moments.n_nan,
-        n_inf=moments.n_inf,
-        n_zero=moments.n_zero,
-        min=moments.low,
-        max=moments.high,
-        mean=moments.average,
-        std=moments.deviation,
-        norm=moments.norm,
-    )
+    entry, failures, found = measurement.entry, measurement.failures, measurement.moments
+    what = entry.fqn, entry.dtype, entry.shape, _measured(entry.dtype)
+    if failures:
+        error, where = failures[0]
+        return TensorStats(*what, problem=str(error)), [_finding(checkpoint, error, where, len(failures) - 1)]
+    counts = found.n_finite + found.n_nan + found.n_inf, found.n_nan, found.n_inf, found.n_zero
+    return TensorStats(*what, *counts, found.low, found.high, found.average, found.deviation, found.norm), []
 
 
 def _measured(dtype: str) -> str:

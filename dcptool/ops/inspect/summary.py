@@ -5,6 +5,7 @@ Reads the objects' small items; of tensors not one byte.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -170,12 +171,11 @@ def summarize_checkpoint(
 
 
 def _files(checkpoint: Checkpoint) -> tuple[FileSummary, ...]:
-    found = []
-    for name in dict.fromkeys([*checkpoint.files, *sorted(checkpoint.usage)]):
-        use = checkpoint.usage.get(name, FileUse(0, 0, 0))
-        rank = checkpoint.format.rank_of(name)
-        found.append(FileSummary(name, checkpoint.files.get(name), rank, use.items, use.nbytes))
-    return tuple(found)
+    def summary(name: str) -> FileSummary:
+        n_items, nbytes, _ = checkpoint.usage.get(name, FileUse(0, 0, 0))
+        return FileSummary(name, checkpoint.files.get(name), checkpoint.format.rank_of(name), n_items, nbytes)
+
+    return tuple(map(summary, dict.fromkeys([*checkpoint.files, *sorted(checkpoint.usage)])))
 
 
 def _tensor(entry: TensorEntry, found: Layout, chunks: bool) -> TensorSummary:
@@ -238,21 +238,17 @@ def _unreadable(errors: Mapping[str, Sequence[DcptoolError]]) -> list[Finding]:
 
 def _groups(tensors: Sequence[TensorSummary], objects: Sequence[ObjectSummary], depth: int) -> tuple[NameGroup, ...]:
     members: dict[str, list[TensorSummary]] = {}
-    n_objects: dict[str, int] = {}
+    n_objects = Counter(_prefix(item.fqn, depth) for item in objects)
     for tensor in tensors:
         members.setdefault(_prefix(tensor.fqn, depth), []).append(tensor)
-    for item in objects:
-        name = _prefix(item.fqn, depth)
-        members.setdefault(name, [])
-        n_objects[name] = n_objects.get(name, 0) + 1
     groups = []
-    for name, inside in members.items():
-        nbytes: dict[str, int] = {}
+    for name, inside in {**members, **{name: members.get(name, []) for name in n_objects}}.items():
+        nbytes: Counter[str] = Counter()
         for tensor in inside:
-            nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
-        dtypes = tuple(sorted(nbytes, key=lambda dtype: -nbytes[dtype]))
+            nbytes[tensor.dtype] += tensor.nbytes
+        dtypes = tuple(dtype for dtype, _ in nbytes.most_common())
         elements = sum(tensor.elements for tensor in inside)
-        groups.append(NameGroup(name, len(inside), n_objects.get(name, 0), elements, sum(nbytes.values()), dtypes))
+        groups.append(NameGroup(name, len(inside), n_objects[name], elements, nbytes.total(), dtypes))
     return tuple(groups)
 
 

@@ -19,7 +19,7 @@ from dcptool.ops.inspect.summary import CheckpointSummary, ObjectSummary, Tensor
 from dcptool.ops.report.columns import ColumnTable, boxes_rule
 from dcptool.ops.verify.verdict import Verdict
 from dcptool.pickles import plain
-from dcptool.words import value
+from dcptool.words import fields_of, value
 
 SCHEMA = 1
 MAX_MESSAGES = 100
@@ -50,17 +50,12 @@ def describe(checkpoint: Checkpoint, summary: CheckpointSummary, verdict: Verdic
         "schema": SCHEMA,
         "version": __version__,
         "created": created,
-        "path": checkpoint.path,
-        "format": checkpoint.format.name,
-        "flavour": checkpoint.flavour,
-        "evidence": [*checkpoint.evidence],
-        "world_size": summary.world_size,
+        **fields_of(summary, "path", "format", "flavour", "evidence", "world_size"),
         "state": verdict.state.value,
         "level": verdict.level.name.lower(),
         "checked": verdict.tally._asdict(),
         "marker": _marker(verdict.marker),
-        "nbytes": summary.nbytes,
-        "n_entries": summary.n_entries,
+        **fields_of(summary, "nbytes", "n_entries"),
         "findings": grouped(_all_findings(summary, verdict), index_of),
         "files": [[*file] for file in summary.files],
         "dtypes": [*shards.dtypes],

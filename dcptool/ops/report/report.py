@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import NamedTuple
 
-from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.selection import globs, require_match, unmatched
 from dcptool.checks.check import Level
 from dcptool.copying.outputs import OutputFile
 from dcptool.copying.publishing import prepare, require_place
-from dcptool.errors import OutputExistsError, UnsupportedError
+from dcptool.errors import OutputExistsError
 from dcptool.formats.detect import found_below, open_checkpoint
-from dcptool.ops.guards import leftover_notes
+from dcptool.ops.guards import leftover_notes, require_no_part
 from dcptool.ops.inspect.summary import summarize_checkpoint
 from dcptool.ops.report.document import describe
 from dcptool.ops.report.html import to_html
 from dcptool.ops.verify.verdict import State, VerifyOptions, judge
-from dcptool.storage import Progress, base_name, is_url, join
+from dcptool.storage import Progress, base_name, is_url, join, write_pieces
 
 WRITE_NBYTES = 1 << 20
 
@@ -94,28 +95,19 @@ def write_report(
     _require_page(out)
     require_place(out, True, 0, overwrite, (source,))  # before all is looked at, which takes time
     checkpoint = open_checkpoint(source)
-    _require_no_part(out, checkpoint)
+    require_no_part(out, checkpoint, "checkpoint")
     keys, exclude = globs(keys), globs(exclude)
     require_match([checkpoint], keys, exclude)
     verdict = judge(checkpoint.path, VerifyOptions(level=level, threads=threads), progress, checkpoint)
     summary = summarize_checkpoint(checkpoint, keys, exclude, chunks=False, depth=1)
     created = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    document = describe(checkpoint, summary, verdict, created)
-    data = to_html(document).encode("utf-8")
+    data = to_html(describe(checkpoint, summary, verdict, created)).encode("utf-8")
     with prepare(out, True, len(data), overwrite, source) as place:
         [file] = place.named([OutputFile(base_name(out), len(data), ())])
-        sink = place.storage.create(file.name)
-        try:
-            for start in range(0, len(data), WRITE_NBYTES):
-                sink.write(data[start : start + WRITE_NBYTES])
-            sink.finish()
-        except BaseException:
-            sink.abort()
-            raise
+        pieces = (data[start : start + WRITE_NBYTES] for start in range(0, len(data), WRITE_NBYTES))
+        write_pieces(place.storage, file.name, pieces)
         place.publish(overwrite)
-    counts = {"error": 0, "warning": 0, "note": 0}
-    for group in document["findings"]:
-        counts[group["severity"]] += group["count"]
+    counts = Counter(finding.severity for finding in verdict.findings)
     return WrittenReport(
         out,
         len(data),
@@ -125,8 +117,8 @@ def write_report(
         len(summary.objects),
         sum(tensor.n_chunks for tensor in summary.tensors),
         len(summary.files),
-        counts["error"],
-        counts["warning"],
+        counts[Severity.ERROR],
+        counts[Severity.WARNING],
         time.perf_counter() - began,
         (*found_below(source, checkpoint), *unmatched(checkpoint, keys, exclude), *leftover_notes(out)),
     )
@@ -136,11 +128,3 @@ def _require_page(path: str) -> None:
     """Refuse a folder as the name of the page."""
     if path.endswith("/") or (not is_url(path) and os.path.isdir(path.removeprefix("file://"))):
         raise OutputExistsError(f"{path} is a folder; name the page in it, such as {join(path, 'report.html')}")
-
-
-def _require_no_part(path: str, checkpoint: Checkpoint) -> None:
-    """Refuse to replace a file of the checkpoint, such as a shard beside the index that was opened."""
-    if not is_url(path) and os.path.lexists(path):
-        ours = os.path.realpath(path)
-        if any(os.path.realpath(join(checkpoint.root, name)) == ours for name in (*checkpoint.usage, checkpoint.name)):
-            raise UnsupportedError(f"{path} belongs to the checkpoint {checkpoint.path}; choose another place")

@@ -227,12 +227,9 @@ def _reads(window: Window, name: str, start: int) -> Read:
 
 
 def _kind_of(archive: TorchZip, item: Extent) -> _ItemKind:
-    view, class_name = _kind(archive.content("data.pkl"))
+    pickled = archive.content("data.pkl")
+    view, class_name = _small_kind(pickled) if len(pickled) <= _KEPT_NBYTES else _read_kind(pickled)
     return _ItemKind(payload_of(view, archive, item) if view else None, class_name)
-
-
-def _kind(pickled: bytes) -> tuple[TensorView | None, str]:
-    return _small_kind(pickled) if len(pickled) <= _KEPT_NBYTES else _read_kind(pickled)
 
 
 def _read_kind(pickled: bytes) -> tuple[TensorView | None, str]:

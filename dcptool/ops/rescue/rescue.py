@@ -18,7 +18,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import errors
 from dcptool.checkpoint.items import FileItems
 from dcptool.checks.check import check
-from dcptool.copying.engine import default_threads
+from dcptool.copying.pool import default_threads
 from dcptool.copying.publishing import Target, prepare, require_place
 from dcptool.errors import (
     CheckpointNotFoundError,
@@ -38,7 +38,7 @@ from dcptool.formats.detect import open_checkpoint
 from dcptool.formats.marker import FOREIGN, NAME
 from dcptool.ops.rescue.matching import ANOTHER, Match, Proof, match_file, prove_file
 from dcptool.runs.activity import list_files, negative_sign
-from dcptool.storage import DirEntry, Location, Progress, Storage, join, locate
+from dcptool.storage import DirEntry, Location, Progress, Storage, join, locate, write_pieces
 from dcptool.words import cut_lines, listed
 
 MAX_LISTED = 20
@@ -152,7 +152,7 @@ def rescue(
         sum(proof.n_unverifiable for proof in proofs),
         save_id,
         time.perf_counter() - began,
-        tuple(_notes(location, before, proofs, names, output is not None)),
+        tuple(_notes(before, proofs, names, output is not None)),
         not dry_run,
     )
 
@@ -299,30 +299,17 @@ def _write_copy(
     list(pool.map(lambda match: _copy(source, place.storage, match), matches))
     _proven(pool, place.storage, matches, None)
     for name, data in metadata.items():
-        _write(place.storage, name, [data])
+        write_pieces(place.storage, name, [data])
     place.publish(False)
 
 
 def _copy(source: Storage, target: Storage, match: Match) -> None:
     starts = range(0, match.nbytes, _PIECE_NBYTES)
     pieces = (source.read(match.name, start, min(_PIECE_NBYTES, match.nbytes - start)) for start in starts)
-    _write(target, match.name, pieces)
+    write_pieces(target, match.name, pieces)
 
 
-def _write(target: Storage, name: str, pieces: Iterable[bytes]) -> None:
-    sink = target.create(name)
-    try:
-        for piece in pieces:
-            sink.write(piece)
-        sink.finish()
-    except BaseException:
-        sink.abort()
-        raise
-
-
-def _notes(
-    location: Location, files: Mapping[str, DirEntry], proofs: Sequence[Proof], names: Sequence[str], is_copy: bool
-) -> list[str]:
+def _notes(files: Mapping[str, DirEntry], proofs: Sequence[Proof], names: Sequence[str], is_copy: bool) -> list[str]:
     found = []
     temporary = next((name for name in files if name.startswith(METADATA) and name != METADATA), None)
     if temporary:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import Box
 from dcptool.checkpoint.selection import select
@@ -172,9 +171,5 @@ def _seal(plan: Plan, place: Target, options: ReshardOptions, audience: Audience
         copy(plan.source, [place.named([file])], storage, 1, audience.progress)
     require_same(place, plan.layout.files, plan.selection)
     if options.check:
-        require_equal(plan.source, _opened(place), plan.selection, options.threads or 2)
+        require_equal(plan.source, open_checkpoint(place.written), plan.selection, options.threads or 2)
     place.publish(options.overwrite)
-
-
-def _opened(place: Target) -> Checkpoint:
-    return open_checkpoint(place.written)

@@ -19,7 +19,7 @@ from dcptool.ops.guards import require_safe, require_sound
 from dcptool.ops.latest import find_latest
 from dcptool.ops.reshard.assign import assign
 from dcptool.ops.reshard.mesh import MAX_RANKS, parse_mesh, parse_placement
-from dcptool.ops.reshard.rules import LayoutRules, WantedLayout, like_ranks, mesh_hint
+from dcptool.ops.reshard.rules import LayoutRules, WantedLayout, mesh_hint
 from dcptool.storage import is_url, locate
 from dcptool.words import listed, plural
 
@@ -198,7 +198,7 @@ def _wanted_layout(options: ReshardOptions) -> WantedLayout:
         found = WantedLayout(mesh.n_ranks, mesh, tuple(parse_placement(text, mesh) for text in options.placements))
     elif options.like is not None:
         like = open_checkpoint(options.like)
-        found = WantedLayout(like_ranks(like), like=like)
+        found = WantedLayout(like.world_size or 1, like=like)
     elif options.files is not None:
         found = WantedLayout(options.files, repack=True)
     if options.world_size not in (None, found.n_ranks):

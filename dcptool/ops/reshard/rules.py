@@ -19,7 +19,7 @@ from dcptool.checkpoint.selection import SelectedObject, SelectedTensor, Selecti
 from dcptool.errors import LayoutError
 from dcptool.ops.reshard.assign import Held, Holding
 from dcptool.ops.reshard.mesh import Mesh, MeshCut, Placement, boxes_of, mislabelled
-from dcptool.words import cut_lines
+from dcptool.words import cut_lines, endings
 
 MAX_LISTED = 10
 
@@ -152,7 +152,7 @@ class _Parameters:
         self._placements = placements
         self._tails: dict[str, SelectedTensor | None] = {}
         for item in selection.tensors if placements else ():
-            for tail in _tails(item.name):
+            for tail in endings(item.name):
                 self._tails[tail] = None if tail in self._tails else item
 
     def placement(self, item: SelectedTensor) -> Placement | None:
@@ -175,12 +175,6 @@ class _Parameters:
             if found and found is not item and found.entry.shape == item.entry.shape:
                 return found
         return None
-
-
-def _tails(name: str) -> list[str]:
-    """Return a name and its endings behind dots."""
-    parts = name.split(".")
-    return [".".join(parts[start:]) for start in range(len(parts))]
 
 
 def _distinct(boxes: Sequence[Box]) -> list[Box]:
@@ -217,7 +211,7 @@ def _as_in(like: Checkpoint, item: SelectedTensor | SelectedObject) -> Held:
     other = like[item.name]
     if not isinstance(other, TensorEntry):
         return Held(item.name, 1, [Holding(None, (_rank_in(like, other.item),))])
-    holdings = [Holding((chunk.offsets, chunk.sizes), (_rank_in(like, chunk.item),)) for chunk in other.chunks]
+    holdings = [Holding(chunk[:2], (_rank_in(like, chunk.item),)) for chunk in other.chunks]
     return Held(item.name, other.nbytes, holdings)
 
 
@@ -228,10 +222,7 @@ def _repacked(source: Checkpoint, items: Sequence[SelectedTensor | SelectedObjec
         if isinstance(item, SelectedObject):
             stored.append((_place(source, item.entry.item), position, None))
         else:
-            boxes = (
-                (_place(source, chunk.item), position, (chunk.offsets, chunk.sizes)) for chunk in item.entry.chunks
-            )
-            stored += boxes
+            stored += ((_place(source, chunk.item), position, chunk[:2]) for chunk in item.entry.chunks)
     stored.sort(key=lambda place: place[:2])
     total = sum(_nbytes(items[position], box) for _, position, box in stored) or 1
     holdings: list[list[Holding]] = [[] for _ in items]
@@ -256,11 +247,6 @@ def _nbytes(item: SelectedTensor | SelectedObject, box: Box | None) -> int:
     if isinstance(item, SelectedTensor) and box:
         return volume(box[1]) * dtypes.lookup(item.dtype).itemsize
     return item.entry.item.nbytes if isinstance(item, SelectedObject) and item.entry.item else 0
-
-
-def like_ranks(like: Checkpoint) -> int:
-    """Return how many ranks the layout of a checkpoint is for."""
-    return like.world_size or 1
 
 
 def mesh_hint(kept: Mapping[str, Layout], n_ranks: int) -> tuple[str, list[str]]:

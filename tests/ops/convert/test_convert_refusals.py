@@ -14,7 +14,8 @@ import pytest
 
 import dcptool
 from dcptool.checkpoint.selection import Renaming
-from dcptool.copying.engine import BAND_NBYTES, default_threads, memory_nbytes
+from dcptool.copying.engine import BAND_NBYTES, memory_nbytes
+from dcptool.copying.pool import default_threads
 from dcptool.errors import (
     DcptoolError,
     ItemError,

@@ -142,7 +142,7 @@ def test_a_second_run_to_one_place_removes_nothing_of_the_first(commands, source
 
 def test_what_is_removed_from_a_store_stops_looking_whole_first(monkeypatch):
     """Stopped after the marker was written and before anybody heard of it: marker and metadata go before the data."""
-    from dcptool.groups import unfinished
+    from dcptool.groups import audience
 
     deleted: list[str] = []
 
@@ -150,8 +150,8 @@ def test_what_is_removed_from_a_store_stops_looking_whole_first(monkeypatch):
         def delete(self, name: str) -> None:
             deleted.append(name)
 
-    monkeypatch.setattr(unfinished, "storage_at", lambda url: Store())
-    output = unfinished.UnfinishedOutput()
+    monkeypatch.setattr(audience, "storage_at", lambda url: Store())
+    output = audience.UnfinishedOutput()
     made = ["__0_0.distcp", "__1_0.distcp", ".metadata", "_COMPLETE"]
     output.note("writing", ("s3://bucket/run/step_1", ("_COMPLETE", ".metadata")))
     for name in made:
