@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -87,6 +88,17 @@ def run_process(*args: object, env: dict[str, str] | None = None, **kwargs: Any)
     command = [sys.executable, "-m", "dcptool", *map(str, args)]
     environment = {**os.environ, "COLUMNS": "120", **(env or {})}
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False, **kwargs)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect without looking for garbage, and never look through what is there now: a third of the time otherwise."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

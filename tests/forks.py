@@ -13,16 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    [
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
-        "dcptool.training",
-        "torch._dynamo",
-        "pytest",
-    ]
-)
+_SERVER.set_forkserver_preload(["tests.warm"])
 
 
 class Outcome(NamedTuple):
