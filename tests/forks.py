@@ -54,6 +54,13 @@ def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout
         return outcomes
 
 
+def start(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Start a process without a process group that calls `function(*arguments)`; returns the `Process`."""
+    process = _SERVER.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
 def values(outcomes: list[Outcome]) -> list[Any]:
     """What all ranks returned; none may have failed."""
     for rank, outcome in enumerate(outcomes):

@@ -5,9 +5,9 @@ import gc
 gc.disable()
 
 import pytest  # noqa: E402, F401
-import torch._dynamo  # noqa: E402, F401 - the first optimizer would
-import torch.distributed.checkpoint  # noqa: E402, F401
-import torch.distributed.fsdp  # noqa: E402, F401
+import torch._dynamo  # noqa: E402 - the first optimizer would
+import torch.distributed.checkpoint  # noqa: E402
+import torch.distributed.fsdp  # noqa: E402
 import torch.distributed.tensor.parallel  # noqa: E402, F401
 
 import dcptool.training  # noqa: E402, F401
