@@ -24,7 +24,8 @@ plan.MIN_TIMEOUT = 1.0
 """
 """Code that has `reshard` wait a fifth as long for what will not come: the same, sooner."""
 _SERVER = """if True:
-    import json, os, sys, time, traceback
+    import gc, json, os, sys, time, traceback
+    gc.disable()
     import torch.distributed, numpy, s3fs
     import dcptool.cli, dcptool.ops.reshard.reshard, dcptool.render.reshard, dcptool.ops.diff.diff
 
@@ -51,6 +52,8 @@ _SERVER = """if True:
         sys.stderr.flush()
         os._exit(status)
 
+    gc.freeze()
+    gc.enable()
     ended = {}
     print("ready", flush=True)
     for line in sys.stdin:

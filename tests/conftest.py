@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import json
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +94,17 @@ def run_process(*args: object, env: dict[str, str] | None = None, **kwargs: Any)
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False, **kwargs)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect without looking for garbage, and never look through what is there now: a third of the time otherwise."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")
 
@@ -105,6 +121,25 @@ def _old_files():
 def _interruptible():
     """Take Ctrl-C as a terminal's job would: what is started in the background ignores it, and so do its children."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """Gives `once(name, make)`: what `make(folder)` returned, called in one of all processes of this test run."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def find(name: str, make: Callable[[Path], Any]) -> Any:
+        folder, made = shared / name, shared / f"{name}.made"
+        with open(shared / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            if not made.exists():
+                shutil.rmtree(folder, ignore_errors=True)  # of a failure
+                folder.mkdir()
+                made.write_bytes(pickle.dumps(make(folder)))
+        return pickle.loads(made.read_bytes())
+
+    return find
 
 
 @pytest.fixture

@@ -13,16 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    [
-        "torch.distributed.checkpoint",
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.parallel",
-        "dcptool.training",
-        "torch._dynamo",
-        "pytest",
-    ]
-)
+_SERVER.set_forkserver_preload(["tests.warm"])
 
 
 class Outcome(NamedTuple):
@@ -61,6 +52,13 @@ def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout
             value, error = pickle.loads(file.read_bytes()) if file.exists() else (None, "")
             outcomes.append(Outcome(code, value, error))
         return outcomes
+
+
+def start(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Start a process without a process group that calls `function(*arguments)`; returns the `Process`."""
+    process = _SERVER.Process(target=function, args=arguments)
+    process.start()
+    return process
 
 
 def values(outcomes: list[Outcome]) -> list[Any]:

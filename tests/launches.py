@@ -1,13 +1,8 @@
-"""Start jobs by torchrun's own elastic agent, its ranks forked from one process.
+"""Start jobs by torchrun's own elastic agent, its ranks forked from one process, which has imported torch.
 
-    python tests/launches.py '[[RANKS, [ARGUMENT, …]], …]'
-
-Importing torch and FSDP takes longer than all that these jobs do; here it is done once. The script starts
-fixtures/train.py several times. Before each start a line `launch` is printed, after one that failed `failed` and the
-exit code of its first rank that did. Instead of a start, `[FROM, TO]` copies a folder.
+Importing torch and FSDP takes longer than all that these jobs do.
 """
 
-import json
 import os
 import runpy
 import shutil
@@ -21,6 +16,10 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+ROOT = str(Path(__file__).resolve().parent.parent)
+# The second, else a restarted rank may read where a rank of the life before listened (pytorch issue 135712).
+SETTINGS = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
 
 def launch(ranks: int, restarts: int, function: Callable[..., Any], *arguments: Any) -> int:
     """Call a function on every rank as torchrun starts a script; returns 0, or the code of the first rank that failed.
@@ -31,9 +30,7 @@ def launch(ranks: int, restarts: int, function: Callable[..., Any], *arguments: 
         function: what each of them does.
         arguments: of the function.
     """
-    os.environ["OMP_NUM_THREADS"] = "1"
-    # Else a restarted rank may read where a rank of the life before listened (pytorch issue 135712).
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.update(SETTINGS)
     torch.set_num_threads(1)
     config = LaunchConfig(
         min_nodes=1,
@@ -73,26 +70,37 @@ def train(arguments: list[str]) -> None:
     """Run fixtures/train.py with these arguments."""
     from fixtures import train
 
+    if "--reference" in arguments:  # which must import dcptool if it needs it
+        for name in [name for name in sys.modules if name.partition(".")[0] == "dcptool"]:
+            del sys.modules[name]
     sys.argv = ["train.py", *arguments]
     train.main()
 
 
-def main() -> None:
-    import torch._dynamo  # noqa: F401 - here, once for all ranks: the first optimizer would
+def train_in_turn(jobs: list[tuple[int | Path, Any]]) -> None:
+    """Start fixtures/train.py several times.
 
-    import fixtures.train  # noqa: F401
+    Before each start a line `launch` is printed; after one that failed, `failed` and the exit code of its first rank
+    that did.
 
-    for ranks, arguments in json.loads(sys.argv[1]):
-        if isinstance(ranks, str):
+    Args:
+        jobs: how many ranks, and the arguments. Instead of a start, two paths copy a folder.
+    """
+    import fixtures.train  # noqa: F401 - here, once for all ranks
+
+    for ranks, arguments in jobs:
+        if isinstance(ranks, Path):
             shutil.copytree(ranks, arguments)
             continue
-        if "--reference" not in arguments:  # which must not find it imported
-            import dcptool.training  # noqa: F401
         print("launch", flush=True)
         code = launch(ranks, 0, train, arguments)
         if code:
             print("failed", code, flush=True)
 
 
-if __name__ == "__main__":
-    main()
+def torchrun(arguments: list[str], environment: dict[str, str] | None = None) -> None:
+    """Be the command torchrun: its workers are processes that it starts, which can import dcptool."""
+    from torch.distributed.run import main
+
+    os.environ.update({**SETTINGS, "PYTHONPATH": ROOT, **(environment or {})})
+    main(arguments)

@@ -25,9 +25,7 @@ DRIVER = textwrap.dedent(
     from dcptool.ops.convert.convert import ConvertOptions, convert
     import numpy, ml_dtypes, zlib_ng.zlib_ng, concurrent.futures.thread
 
-    source, target, to, overwrite, how = sys.argv[2:7]
-
-    def attempt(stop_at):
+    def attempt(stop_at, source, target, to, overwrite, how):
         events = 0
         def shimmed(name):
             real = getattr(os, name)
@@ -43,21 +41,35 @@ DRIVER = textwrap.dedent(
         for name in ("write", "fsync", "rename", "replace", "mkdir"):
             setattr(os, name, shimmed(name))
         try:
-            convert(source, target, to, ConvertOptions(overwrite=overwrite == "1", threads=2))
+            convert(source, target, to, ConvertOptions(overwrite=overwrite, threads=2))
         except BaseException as error:
             os._exit(3 if "No space left" in str(error) else 4)
         os._exit(0 if events < stop_at else 6)
 
-    for stop_at in range(1, 500):
+    for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            attempt(stop_at)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        print(json.dumps([stop_at, status]), flush=True)
-        if sys.stdin.readline() != "go\\n" or status == 0:
-            break
+            attempt(*json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
     """
 )
+
+
+@pytest.fixture(scope="module")
+def attempt():
+    """Convert in a process that is stopped at an event: `attempt(stop_at, source, target, to, overwrite, how)`."""
+    command = [sys.executable, "-c", DRIVER, str(ROOT)]
+    driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(*request: object) -> int:
+        driver.stdin.write(json.dumps(request) + "\n")
+        driver.stdin.flush()
+        return int(driver.stdout.readline())
+
+    yield ask
+    driver.stdin.close()
+    driver.wait(60)
+    driver.stdout.close()
 
 
 def snapshot(folder):
@@ -67,7 +79,7 @@ def snapshot(folder):
 @pytest.mark.parametrize("how", ["kill", "full"])
 @pytest.mark.parametrize(("to", "name"), [("torch", "m.pt"), ("safetensors", "m.safetensors"), ("dcp", "step_2")])
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
-def test_stopped_at_every_event(tmp_path, to, name, overwrite, how):
+def test_stopped_at_every_event(tmp_path, attempt, to, name, overwrite, how):
     source = damage.copy(FOREIGN / "w_async", tmp_path / "source")
     before = snapshot(source)
     target = tmp_path / "out" / name
@@ -76,17 +88,11 @@ def test_stopped_at_every_event(tmp_path, to, name, overwrite, how):
     if overwrite:
         convert(FOREIGN / "w_threads3", target, to)
         old = snapshot(target) if target.is_dir() else target.read_bytes()
-    arguments = [str(ROOT), str(source), str(target), to, str(int(overwrite)), how]
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    count = 0
-    while line := driver.stdout.readline():
-        _, status = json.loads(line)
+    for count in range(500):
+        status = attempt(count + 1, str(source), str(target), to, overwrite, how)
         assert snapshot(source) == before
         if status == 0:
             break
-        count += 1
         assert status in ((-signal.SIGKILL,) if how == "kill" else (3, 6))  # 6: it did not matter
         if target.exists():
             now = snapshot(target) if target.is_dir() else target.read_bytes()
@@ -105,11 +111,7 @@ def test_stopped_at_every_event(tmp_path, to, name, overwrite, how):
         assert how == "kill" or not left
         for path in left:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        driver.stdin.write("go\n")
-        driver.stdin.flush()
-    driver.stdin.close()
-    driver.wait(60)
-    driver.stdout.close()
+    assert status == 0
     assert count >= 3
     assert dcptool.verify(target, dcptool.VerifyOptions(level=dcptool.Level.DEEP)).good
 

@@ -51,8 +51,7 @@ SLOW = "on_write(lambda: time.sleep(0.01))\n"
 STUCK = "on_write(lambda: time.sleep(100))\n"
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
+def save_source(folder: Path) -> Path:
     """Four ranks, thirty sharded tensors, objects of all and of single ranks."""
     whole = {f"layers.{index}.weight": torch.full((12, 8), float(index)) for index in range(N_TENSORS)}
     states = [
@@ -63,7 +62,12 @@ def source(tmp_path_factory) -> Path:
         }
         for rank in range(4)
     ]
-    return save(tmp_path_factory.mktemp("source") / "run" / "step_7", *states)
+    return save(folder / "run" / "step_7", *states)
+
+
+@pytest.fixture(scope="module")
+def source(once) -> Path:
+    return once("source", save_source)
 
 
 class Job:

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,8 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import dcptool  # noqa: E402
+from tests import forks  # noqa: E402
 from tests.commands import wait_for  # noqa: E402
-from tests.conftest import FOREIGN, ROOT  # noqa: E402
+from tests.conftest import FOREIGN  # noqa: E402
+from tests.launches import told, torchrun  # noqa: E402
 
 WRAPPER = """
 import os, pathlib, sys, time
@@ -37,18 +37,18 @@ class Node:
     """One agent with its workers."""
 
     def __init__(self, folder: Path, rank: int, port: int, per_node: int, program: list[str], *args: object) -> None:
-        self._files = [folder / f"node{rank}.{name}" for name in ("out", "err")]
+        self._out = folder / f"node{rank}.out"
         where = ["--nnodes", 2, "--node-rank", rank, "--nproc-per-node", per_node]
         meeting = ["--master-addr", "127.0.0.1", "--master-port", port]
-        command = [sys.executable, "-m", "torch.distributed.run", *where, *meeting, *program, "reshard", *args]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "FLAGS": str(folder), "OMP_NUM_THREADS": "1"}
-        with open(self._files[0], "w") as out, open(self._files[1], "w") as err:
-            self.agent = subprocess.Popen([*map(str, command)], stdout=out, stderr=err, env=environment, cwd=ROOT)
+        command = [str(word) for word in (*where, *meeting, *program, "reshard", *args)]
+        self.agent = forks.start(told, 0, self._out, torchrun, command, {"FLAGS": str(folder)})
 
     def wait(self, seconds: float) -> tuple[int, str, str]:
         """Wait for its end and return exit code, stdout and stderr."""
-        code = self.agent.wait(seconds)
-        return code, *(file.read_text() for file in self._files)
+        self.agent.join(seconds)
+        return self.agent.exitcode, *(
+            file.read_text() for file in (self._out, self._out.with_name(f"{self._out.name}.err"))
+        )
 
 
 def start(folder: Path, per_node: int, program: list[str], *args: object) -> list[Node]:

@@ -713,7 +713,7 @@ def test_depth_is_no_danger():
         lambda value: call("some.function", value),
         lambda value: (value, 1, 2, 3, [value]),
     ])  # fmt: skip
-    graph = nested(lambda value: next(kinds)(value), 100_000)
+    graph = nested(lambda value: next(kinds)(value), 50_000)
     assert_same_graph(graph, again(graph, 4))
 
 

@@ -7,9 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +20,9 @@ torch = pytest.importorskip("torch")
 import torch.distributed.checkpoint as dcp  # noqa: E402
 
 import dcptool  # noqa: E402
-from tests.forks import run_ranks, values  # noqa: E402
-from tests.launches import launch, told, train  # noqa: E402
+from tests.commands import wait_for  # noqa: E402
+from tests.forks import run_ranks, start, values  # noqa: E402
+from tests.launches import launch, told, torchrun, train, train_in_turn  # noqa: E402
 from tests.ops.rescue.test_rescue import same_metadata  # noqa: E402
 
 
@@ -44,27 +42,8 @@ class Lives(NamedTuple):
     lives: list[Life]
 
 
-def start(run_dir, ranks, *options, restarts=0):
-    """Start the job under torchrun."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--max-restarts", restarts, "--nproc-per-node", ranks]
-    return python(*launcher, ROOT / "fixtures" / "train.py", *arguments(run_dir, *options))
-
-
 def arguments(run_dir, *options) -> list[str]:
     return ["--run-dir", str(run_dir), "--hidden", "16", *options]
-
-
-def python(*command):
-    """Start a process that can import dcptool."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        # Else a restarted rank may read where a rank of the life before listened (pytorch issue 135712).
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-    command = [sys.executable, *map(str, command)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
 def lives_in(stdout: str) -> list[Life]:
@@ -76,25 +55,26 @@ def lives_in(stdout: str) -> list[Life]:
     return found
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory) -> tuple[Life, Lives]:
+def launch_all(place: Path) -> tuple[Life, Lives]:
     """A reference, the same training on 2 ranks without a checkpoint and without dcptool; then the lives of one run.
 
     4 ranks are killed in the middle of saving step 4, of 3 one is killed saving 6; then there are 2, and 4. After both
     kills whole are step 2, by 4 ranks, and step 3, by 3. Of step 6 rank 1's file is cut; the others may have finished
     their own.
     """
-    folder = tmp_path_factory.mktemp("train") / "run"
+    folder = place / "run"
     killed = folder.with_name("killed")
     lives = [
         (2, arguments("nowhere", "--steps", "11", "--reference")),
         (4, arguments(folder, "--steps", "4", "--save-every", "2", "--sync", "--die", "save:4")),
         (3, arguments(folder, "--steps", "6", "--save-every", "3", "--sync", "--die", "save:6:1")),
-        (str(folder), str(killed)),
+        (folder, killed),
         (2, arguments(folder, "--steps", "5", "--save-every", "5")),
         (4, arguments(folder, "--steps", "8", "--save-every", "2")),
     ]
-    stdout, stderr = python(ROOT / "tests" / "launches.py", json.dumps(lives)).communicate(timeout=280)
+    out = folder.with_name("out")
+    values(run_ranks(0, told, out, train_in_turn, lives, timeout=280))
+    stdout, stderr = out.read_text(), out.with_name("out.err").read_text()
     parts = re.split(r"^launch\n", stdout, flags=re.MULTILINE)[1:]
     ended = [re.findall(r"^failed (.+)", part, re.MULTILINE) for part in parts]
     # Where one rank of several is killed, another may be seen to fail first, as it waits for that one.
@@ -102,6 +82,11 @@ def launched(tmp_path_factory) -> tuple[Life, Lives]:
     assert "dcptool is imported: False" in parts[0]
     reference, *found = (lives_in(part)[0] for part in parts)
     return reference, Lives(folder, killed, found)
+
+
+@pytest.fixture(scope="module")
+def launched(once) -> tuple[Life, Lives]:
+    return once("train", launch_all)
 
 
 @pytest.fixture(scope="module")
@@ -202,20 +187,26 @@ def test_killed_and_restarted_by_torchrun_bit_for_bit(tmp_path, reference):
 
 
 def test_sigterm_saves_and_ends(tmp_path):
-    """torchrun restarts what was killed, and passes a signal on to its workers."""
-    process = start(tmp_path / "run", 2, "--steps", "100000", "--save-every", "100000", "--die", "step:1:1", restarts=1)
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("step 3 "):
-            process.send_signal(signal.SIGTERM)
-            break
-    assert [line for line in lines if line.startswith("step 1 ")] == 2 * lines[2:3]
-    rest, stderr = process.communicate(timeout=60)
-    stopped = re.search(r"^stopped at step (\d+)", rest, re.MULTILINE)
-    assert stopped, stderr[-3000:]
+    """torchrun restarts what was killed, and passes a signal on to its workers, which are no forks here."""
+    out = tmp_path / "out"
+    job = ["--steps", "100000", "--save-every", "100000", "--die", "step:1:1"]
+    launcher = ["--standalone", "--max-restarts", "1", "--nproc-per-node", "2", str(ROOT / "fixtures" / "train.py")]
+    agent = start(told, 0, out, torchrun, [*launcher, *arguments(tmp_path / "run", *job)])
+    wait_for(lambda: not agent.is_alive() or "\nstep 3 " in read(out), 60)
+    agent.terminate()
+    agent.join(60)
+    stdout = out.read_text()
+    assert len(set(re.findall(r"^step 1 .*", stdout, re.MULTILINE))) == 1
+    assert len(re.findall(r"^step 1 ", stdout, re.MULTILINE)) == 2
+    stopped = re.search(r"^stopped at step (\d+)", stdout, re.MULTILINE)
+    assert stopped, out.with_name("out.err").read_text()[-3000:]
     verdict = dcptool.find_latest(tmp_path / "run").verdict
     assert (verdict.step, verdict.marker.writer) == (int(stopped[1]), "save")
+
+
+def read(path: Path) -> str:
+    """The text of a file, which need not be there yet."""
+    return path.read_text() if path.exists() else ""
 
 
 def test_dcptool_reads_the_run_as_torch_does(lived):

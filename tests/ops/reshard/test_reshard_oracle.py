@@ -29,11 +29,14 @@ PAIRS += [("tp2x2", target) for target in ("fsdp4", "tp2x3", "hsdp2x4")] + [("tp
 
 
 @pytest.fixture(scope="module")
-def saves(tmp_path_factory):
+def saves(once):
     """One state saved in every layout, by groups of processes of these sizes."""
-    folder = tmp_path_factory.mktemp("saves")
-    values(run_ranks(reshard_saves.N_PROCESSES, reshard_saves.save, folder))
-    return folder
+
+    def save(folder: Path) -> Path:
+        values(run_ranks(reshard_saves.N_PROCESSES, reshard_saves.save, folder))
+        return folder
+
+    return once("saves", save)
 
 
 def of_ranks(fqn: str) -> bool:
@@ -85,19 +88,22 @@ def test_one_rank_source_differs_in_what_was_whole_only(saves, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def resharded(saves, commands, tmp_path_factory):
+def resharded(saves, commands, once):
     """Outputs of real groups of workers: (source, target) → path."""
-    folder = tmp_path_factory.mktemp("resharded")
-    pairs = [("fsdp4", "fsdp1"), ("fsdp4", "fsdp3"), ("fsdp4", "fsdp8"), ("fsdp4", "tp2x3"), ("tp2x3", "fsdp8")]
-    paths = {}
-    for source, target in [*pairs, ("fsdp4", "48")]:
-        chosen = TARGETS.get(target, ReshardOptions(48))
-        options = ["--mesh", chosen.mesh] if chosen.mesh else ["--world-size", chosen.world_size]
-        options += [word for placement in chosen.placements for word in ("--placement", placement)]
-        paths[source, target] = folder / f"{source}-{target}"
-        done = commands.run("reshard", "--workers", 2, *options, saves / source, paths[source, target])
-        assert done.code == 0, done.err
-    return paths
+
+    def reshard(folder: Path) -> dict[tuple[str, str], Path]:
+        pairs = [("fsdp4", "fsdp1"), ("fsdp4", "fsdp3"), ("fsdp4", "fsdp8"), ("fsdp4", "tp2x3"), ("tp2x3", "fsdp8")]
+        paths = {}
+        for source, target in [*pairs, ("fsdp4", "48")]:
+            chosen = TARGETS.get(target, ReshardOptions(48))
+            options = ["--mesh", chosen.mesh] if chosen.mesh else ["--world-size", chosen.world_size]
+            options += [word for placement in chosen.placements for word in ("--placement", placement)]
+            paths[source, target] = folder / f"{source}-{target}"
+            done = commands.run("reshard", "--workers", 2, *options, saves / source, paths[source, target])
+            assert done.code == 0, done.err
+        return paths
+
+    return once("resharded", reshard)
 
 
 def test_values_are_those_of_the_source(saves, resharded):

@@ -12,6 +12,7 @@ from dcptool.checkpoint.entries import TensorEntry
 from dcptool.errors import DcptoolError, ItemError
 from tests import damage
 from tests.alone import reshard_alone
+from tests.commands import Done
 from tests.conftest import PARTS, WHOLE, part
 
 torch = pytest.importorskip("torch")
@@ -150,20 +151,27 @@ def test_one_flipped_bit_is_refused_by_a_group(commands, tmp_path):
     whole = {"v": torch.randn(500, 96, generator=generator), "w": torch.randn(400, 96, generator=generator)}
     states = [{name: Shard.of(tensor, rank, 3) for name, tensor in whole.items()} for rank in range(3)]
     sound = save(tmp_path / "sound", *states)
-    for name, options in targets.items():
-        done = commands.run("reshard", "--workers", 2, *options, sound, tmp_path / name)
+
+    def reshard_all(source: Path, folder: Path) -> list[Done]:
+        """All at once, each in a folder of its own: they would name each other's temporary output."""
+        for name in targets:
+            (folder / name).mkdir(parents=True)
+        command = ("reshard", "--workers", 2)
+        started = [commands.start(*command, *targets[name], source, folder / name / "x") for name in targets]
+        return [running.wait() for running in started]
+
+    for name, done in zip(targets, reshard_all(sound, tmp_path / "out"), strict=True):
         assert (done.code, done.err) == (0, "")
-        assert dcptool.compare(sound, tmp_path / name).equal
+        assert dcptool.compare(sound, tmp_path / "out" / name / "x").equal
     for index in range(3):
         source = damage.copy(sound, tmp_path / f"flipped{index}")
         damage.flip_byte(source / f"__{index}_0.distcp", payload_of(source, "w", index))
-        for options in targets.values():
-            done = commands.run("reshard", "--workers", 2, *options, source, tmp_path / "refused")
+        for done in reshard_all(source, tmp_path / f"refused{index}"):
             assert done.code == 3
             assert f"'w' at [{index * 134}, 0]: bytes were changed since they were saved" in done.err
             assert done.err.count("bytes were changed") == 1  # told once, not by each worker
-    assert not (tmp_path / "refused").exists()
-    assert not list(tmp_path.glob(".dcptool-*"))
+    assert not list(tmp_path.glob("refused*/*/*"))
+    assert not list(tmp_path.rglob(".dcptool-*"))
 
 
 def test_a_shared_record_is_read_again_only_if_its_pieces_do_not_join(tmp_path, monkeypatch):
