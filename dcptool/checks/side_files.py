@@ -123,8 +123,8 @@ def _json_problems(storage: Storage, name: str, nbytes: int) -> list[Finding]:
 def _zip_problems(storage: Storage, name: str, nbytes: int, level: Level) -> list[Finding]:
     try:
         archive = zipfile.ZipFile(stream(storage, name, nbytes))
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        return [_cut(name, f"is cut short: {nbytes_words(nbytes)} of a zip without the directory at its end ({error})")]
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+        return [_cut(name, f"is cut short: {nbytes_words(nbytes)} of a zip without the directory at its end")]
     problems: list[Finding] = []
     if level >= Level.RECORDS and any(member.endswith("data.pkl") for member in archive.namelist()):
         problems += _of_torch(storage, name)

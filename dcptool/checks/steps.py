@@ -50,10 +50,8 @@ def resume_of(step: SavedStep, side_files: Collection[str], as_it_is: bool = Fal
     else:
         problems += _missing(missing, profile.name)
     resumable = not problems and not lacks
-    if lacks:
-        message = (
-            f"complete, but no {listed(lacks, MAX_NAMED)}, which {profile.name} resumes with: that would start anew"
-        )
+    if lacks and not problems:
+        message = f"it has no {listed(lacks, MAX_NAMED)}, which {profile.name} resumes with: that would start anew"
         problems.append(Finding.of("not-resumable", message))
     return Resume(profile.name, resumable, tuple(lacks)), problems
 
@@ -66,7 +64,7 @@ def _missing(lacking: Iterable[tuple[str, str]], trainer: str) -> list[Finding]:
     problems = []
     for holds, names in by_kind.items():
         which = listed(names, MAX_NAMED, counted=False)
-        message = f"{which} of {trainer} {'is' if len(names) == 1 else 'are'} missing: {holds}"
+        message = f"{which} {'is' if len(names) == 1 else 'are'} missing: {holds}, which {trainer} resumes with"
         problems.append(Finding.of("missing-side-file", message, names[0], next_step=_DIED))
     return problems
 

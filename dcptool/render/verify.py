@@ -61,8 +61,11 @@ def _newest(report: VerifyReport) -> str:
         return "no step is complete: nothing to resume from"
     if complete[-1:] == resumable[-1:]:
         return f"newest complete step: {shown(complete[-1].path)}"
-    found = f"to resume from: {shown(resumable[-1].path)}" if resumable else "none of them can be resumed from"
-    return f"newest complete step {found}; {shown(complete[-1].name)} is newer, without all that a resume needs"
+    newest = shown(complete[-1].path)
+    if not resumable:
+        return f"newest complete step: {newest}; none has all that a resume needs"
+    found = f"newest complete step to resume from: {shown(resumable[-1].path)}"
+    return f"{found}; {newest} is newer, and lacks what that needs"
 
 
 def _verdict_text(verdict: Verdict) -> str:

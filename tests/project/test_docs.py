@@ -12,6 +12,8 @@ from benchmarks.results import how, load, markdown, put
 from benchmarks.rows import MAIN
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import KINDS, Kind, Severity
+from dcptool.frameworks.profile import RANK
+from dcptool.frameworks.table import PROFILES
 from tests.conftest import ROOT
 
 ROW = re.compile(r"\| (R\d\d) \| (.+?) \| (.+) \|")
@@ -126,12 +128,31 @@ def _effect(kind: Kind) -> str:
 
 
 def test_the_kinds_of_findings_are_those_of_the_table(pytestconfig):
-    path = ROOT / "docs" / "json.md"
-    begin, end = "<!-- kinds -->\n", "\n<!-- end of kinds -->"
+    is_in_page("json.md", "kinds", table_of_kinds(), pytestconfig)
+
+
+def table_of_trainers() -> str:
+    """What a step of each trainer consists of, as docs/verify.md has it."""
+    rows = []
+    for profile in PROFILES:
+        files = [f"`{needed.names[0].replace(RANK, 'N')}` ({needed.holds})" for needed in profile.needed]
+        groups = ", ".join(f"`{name}`" for name in profile.groups)
+        rows.append(f"| {profile.name} | {'; '.join(files) or '–'} | {groups or '–'} | {profile.source} |")
+    return "\n".join(["| trainer | beside the tensors | entries named | source |", "|---|---|---|---|", *rows])
+
+
+def test_what_trainers_need_is_what_their_profiles_say(pytestconfig):
+    is_in_page("verify.md", "trainers", table_of_trainers(), pytestconfig)
+
+
+def is_in_page(page: str, name: str, table: str, pytestconfig: pytest.Config) -> None:
+    """Assert that a table made from the code stands in a page between its marks; --update-golden puts it there."""
+    path = ROOT / "docs" / page
+    begin, end = f"<!-- {name} -->\n", f"\n<!-- end of {name} -->"
     head, _, rest = path.read_text().partition(begin)
     if pytestconfig.getoption("--update-golden"):
-        path.write_text(f"{head}{begin}{table_of_kinds()}{end}{rest.partition(end)[2]}")
-    assert f"{begin}{table_of_kinds()}{end}" in path.read_text()
+        path.write_text(f"{head}{begin}{table}{end}{rest.partition(end)[2]}")
+    assert f"{begin}{table}{end}" in path.read_text()
 
 
 def test_every_kind_of_the_table_is_found_by_some_code():

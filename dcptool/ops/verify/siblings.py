@@ -97,7 +97,7 @@ def lacking_files(verdict: Verdict, n_others: int, common: Collection[str]) -> V
 
 def not_resumable(verdict: Verdict, lacks: Sequence[str], why: str) -> Verdict:
     """Return the verdict on a whole step that a job cannot go on from as it was: it lacks something."""
-    message = f"complete, but no {listed(lacks, 3)}, {why}: a resume would start that anew"
+    message = f"it has no {listed(lacks, 3)}, {why}: a resume would start that anew"
     resume = Resume(verdict.resume.framework, False, tuple(lacks))
     return _with(verdict._replace(resume=resume), verdict.state, [Finding.of("not-resumable", message)])
 

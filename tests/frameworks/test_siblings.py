@@ -1,0 +1,70 @@
+"""What the other steps of a run have, one without it lacks: latest passes it over, prune keeps one to resume from."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+import dcptool
+from dcptool.ops.latest import find_latest
+from dcptool.ops.prune import make_plan
+from tests.conftest import FOREIGN, OLD, run
+
+pytestmark = pytest.mark.torchfree
+TITAN = FOREIGN / "torchtitan_dcp" / "checkpoint"
+
+
+@pytest.fixture
+def titan(tmp_path):
+    """A run of four steps, the last of which holds the weights alone."""
+    for number in (1, 2, 3):
+        shutil.copytree(TITAN / "step-2", tmp_path / "run" / f"step-{number}")
+    shutil.copytree(TITAN / "step-3", tmp_path / "run" / "step-4")
+    return tmp_path / "run"
+
+
+def test_weights_alone_are_complete_and_not_to_resume_from(titan):
+    verdict = dcptool.verify(titan).verdicts[-1]
+    assert (verdict.name, verdict.state.value, verdict.resumable) == ("step-4", "complete", False)
+    assert {"optimizer", "train_state"} <= set(verdict.resume.lacks)
+    assert "which all 3 other steps have" in verdict.reason
+    assert f"newest complete step to resume from: {titan / 'step-3'}" in run("verify", titan).stdout
+
+
+def test_latest_passes_over_weights_alone_and_says_so(titan):
+    done = run("latest", titan)
+    assert done.stdout == f"{titan / 'step-3'}\n"
+    assert "step-4 is complete: it has no " in done.stderr
+    assert run("latest", "--weights", titan).stdout == f"{titan / 'step-4'}\n"
+
+
+def test_one_sibling_is_enough_where_a_profile_knows(titan):
+    for number in (1, 2):
+        shutil.rmtree(titan / f"step-{number}")
+    assert find_latest(titan).path == str(titan / "step-3")
+
+
+def test_weights_alone_are_taken_where_there_is_nothing_else(titan):
+    for number in (1, 2, 3):
+        shutil.rmtree(titan / f"step-{number}")
+    assert find_latest(titan).path == str(titan / "step-4")
+
+
+def test_prune_keeps_the_newest_step_to_resume_from(titan):
+    plan = make_plan(titan, 1, now=OLD)
+    kept = {decision.name: decision.reason for decision in plan.decisions if decision.keep}
+    assert kept == {"step-3": "newest complete step to resume from", "step-4": "newest complete step"}
+
+
+def test_a_file_that_two_siblings_have_is_missing_that_one_has_is_doubtful(titan):
+    shutil.rmtree(titan / "step-4")
+    for number in (1, 2):
+        shutil.copy(FOREIGN / "accelerate_fsdp2" / "scheduler.bin", titan / f"step-{number}" / "schedule.bin")
+    found = find_latest(titan)
+    assert found.path == str(titan / "step-2")
+    assert "schedule.bin is missing, which all 2 other steps have" in found.skipped[0].reason
+    shutil.rmtree(titan / "step-1")
+    found = find_latest(titan)
+    assert found.path == str(titan / "step-3")
+    assert "schedule.bin is missing, which the other step has" in found.warnings[0].message

@@ -1,0 +1,156 @@
+"""A step as its trainer saved it is whole; without a file it resumes with it is not, at the level that says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import zipfile
+
+import pytest
+
+import dcptool
+from dcptool.checks.check import Level
+from dcptool.frameworks.table import PROFILES
+from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from tests.conftest import FOREIGN
+
+pytestmark = pytest.mark.torchfree
+STEPS = {
+    "Lightning": ("lightning_modelparallel/step=3.ckpt", ("meta.pt",)),
+    "accelerate": ("accelerate_fsdp2", ("random_states_0.pkl", "random_states_1.pkl")),
+    "transformers Trainer": (
+        "trainer_fsdp2/checkpoint-2",
+        ("rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json"),
+    ),
+    "Megatron-core": ("megatron_tp2/iter_0000010", ("common.pt", "metadata.json")),
+    "torchtitan": ("torchtitan_dcp/checkpoint/step-2", ()),
+}
+NEEDED = [(trainer, file) for trainer, (_, files) in STEPS.items() for file in files]
+UNKNOWN_KIND = {("Megatron-core", "metadata.json")}
+"""Names that DCP itself has: only their absence is seen."""
+
+
+def verdict_on(folder, level=Level.METADATA):
+    return judge(folder, VerifyOptions(level=level, grace=0))
+
+
+@pytest.fixture
+def step(tmp_path):
+    def copied(trainer):
+        name = STEPS[trainer][0]
+        return shutil.copytree(FOREIGN / name, tmp_path / name.rpartition("/")[2])
+
+    return copied
+
+
+@pytest.mark.parametrize("trainer", STEPS)
+@pytest.mark.parametrize("level", Level)
+def test_as_it_was_saved_it_is_whole_and_can_be_resumed_from(trainer, level):
+    verdict = verdict_on(FOREIGN / STEPS[trainer][0], level)
+    assert (verdict.state, verdict.resume.framework, verdict.resumable) == (State.COMPLETE, trainer, True)
+    assert not verdict.resume.lacks
+    assert set(STEPS[trainer][1]) - {"metadata.json"} <= set(verdict.side_files.names)
+
+
+def test_every_profile_has_a_source_and_a_page():
+    assert {profile.name for profile in PROFILES} - set(STEPS) == {"OLMo-core"}
+    page = (FOREIGN.parents[1] / "docs" / "verify.md").read_text()
+    for profile in PROFILES:
+        assert profile.source
+        assert profile.name in page
+        for needed in profile.needed:
+            assert f"`{needed.names[0].replace('{rank}', 'N')}`" in page
+
+
+@pytest.mark.parametrize(("trainer", "file"), NEEDED)
+def test_without_a_file_it_resumes_with_it_is_incomplete(step, trainer, file):
+    folder = step(trainer)
+    (folder / file).unlink()
+    verdict = verdict_on(folder)
+    assert verdict.state is State.INCOMPLETE
+    assert verdict.resumable is False
+    assert file in verdict.reason
+    assert "missing" in verdict.reason
+
+
+@pytest.mark.parametrize(("trainer", "file"), sorted(set(NEEDED) - UNKNOWN_KIND))
+def test_an_empty_or_a_cut_file_is_seen_without_reading_it_whole(step, trainer, file):
+    folder = step(trainer)
+    for nbytes in (len((folder / file).read_bytes().rstrip(b"\n")) - 1, os.path.getsize(folder / file) // 2, 0):
+        os.truncate(folder / file, nbytes)
+        verdict = verdict_on(folder)
+        assert verdict.state is State.INCOMPLETE, nbytes
+        assert file in verdict.reason
+
+
+@pytest.mark.parametrize(("trainer", "file"), sorted(set(NEEDED) - UNKNOWN_KIND))
+def test_a_changed_byte_of_a_zip_is_seen_by_deep(step, trainer, file):
+    folder = step(trainer)
+    if not zipfile.is_zipfile(folder / file):
+        pytest.skip("it has no checksums")
+    with zipfile.ZipFile(folder / file) as archive:
+        member = max(archive.infolist(), key=lambda info: info.file_size)
+    data = bytearray((folder / file).read_bytes())
+    start = member.header_offset + 30 + int.from_bytes(data[member.header_offset + 26 :][:2], "little")
+    start += int.from_bytes(data[member.header_offset + 28 :][:2], "little")
+    data[start + member.file_size // 2] ^= 4
+    (folder / file).write_bytes(data)
+    verdict = verdict_on(folder, Level.DEEP)
+    assert not verdict.whole
+    assert file in verdict.reason
+
+
+@pytest.mark.parametrize(("trainer", "file"), [("Lightning", "meta.pt"), ("accelerate", "random_states_0.pkl")])
+def test_a_file_that_runs_code_is_unsafe(step, trainer, file, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    folder = step(trainer)
+    (folder / file).write_bytes(pickle.dumps(Evil()))
+    assert verdict_on(folder, Level.RECORDS).state is State.UNSAFE
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_step_being_saved_is_in_progress_until_its_last_files_are_there(step):
+    folder = step("accelerate")
+    (folder / "random_states_1.pkl").unlink()
+    (folder / "scheduler.bin").touch()
+    os.utime(folder / "scheduler.bin")
+    assert judge(folder).state is State.IN_PROGRESS
+
+
+def test_what_a_conversion_named_as_a_trainers_step_lacks_is_told(step, tmp_path):
+    pytest.importorskip("torch")
+    done = dcptool.convert(FOREIGN / STEPS["Lightning"][0], tmp_path / "out" / "step=4.ckpt", "dcp")
+    verdict = verdict_on(done.path if hasattr(done, "path") else tmp_path / "out" / "step=4.ckpt")
+    assert (verdict.state, verdict.resumable) == (State.COMPLETE, False)
+    assert "meta.pt" in verdict.reason
+
+
+def test_files_of_other_kinds_are_judged_as_far_as_they_tell(step):
+    folder = step("torchtitan")
+    (folder / "log.json").write_text('{"loss": 1}\n{"loss": 2}\n')  # a value on each line
+    (folder / "notes.txt").touch()
+    (folder / "tokenizer.json").write_text(json.dumps({"a": 1}))
+    assert verdict_on(folder, Level.DEEP).state is State.COMPLETE
+    (folder / "tokenizer.json").write_text('{"a": ')
+    assert "tokenizer.json is cut short" in verdict_on(folder).reason
+    (folder / "tokenizer.json").write_text('{"a" 1}')
+    assert verdict_on(folder).state is State.DAMAGED
+    (folder / "tokenizer.json").unlink()
+    (folder / "rng.pt").write_bytes(bytes(100))
+    assert "rng.pt begins with zero bytes" in verdict_on(folder).reason
+    (folder / "rng.pt").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+    assert "rng.pt is a Git LFS pointer" in verdict_on(folder).reason
+
+
+def test_a_rank_between_others_is_missed(step):
+    folder = step("torchtitan")
+    for rank in (0, 1, 3):
+        shutil.copy(FOREIGN / "accelerate_fsdp2" / "random_states_0.pkl", folder / f"rng_rank{rank}.pt")
+    verdict = verdict_on(folder)
+    assert verdict.state is State.INCOMPLETE
+    assert "rng_rank2.pt is missing, though there are files of rank 0 and 3" in verdict.reason
