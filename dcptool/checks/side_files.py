@@ -6,13 +6,14 @@ else only the size is known. By name: what ends as these do must not be empty.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from dcptool.checkpoint.findings import Finding, unsafe_pickle
 from dcptool.checkpoint.kinds import Effect
@@ -32,7 +33,10 @@ from dcptool.words import nbytes as nbytes_words
 
 _KNOWN = (*SUFFIXES, ".npz", ".json")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+_NEVER_ZEROS = (".pt", ".pth", ".ckpt", ".pkl", ".npz")
 _START_NBYTES = 64
+_SMALL_NBYTES = 64 << 10
+"""What is read at once of a file: all of most."""
 _MAX_PARSED_NBYTES = 1 << 20
 _MAX_PICKLE_NBYTES = 64 << 20
 _PIECE_NBYTES = 1 << 20
@@ -86,29 +90,30 @@ def _problems(storage: Storage, name: str, nbytes: int, level: Level) -> tuple[b
     if not nbytes:
         return False, [_cut(name, "is empty")]
     try:
-        start = storage.read(name, 0, min(nbytes, _START_NBYTES))
+        start = storage.read(name, 0, min(nbytes, _SMALL_NBYTES))
+        file: IO[bytes] = io.BytesIO(start) if nbytes <= _SMALL_NBYTES else stream(storage, name, nbytes)
         if start.startswith(LFS_START):
             message = f"{name} is a Git LFS pointer, not the file itself"
             return False, [Finding.of("lfs-pointer", message, name, next_step=GET_LFS_FILES)]
         if name.endswith(".json"):
-            return False, _json_problems(storage, name, nbytes)
+            return False, _json_problems(file, name, nbytes)
         if start.startswith(_ZIP):
-            return True, _zip_problems(storage, name, nbytes, level)
+            return True, _zip_problems(storage, file, name, nbytes, level)
         if start.startswith(_PICKLE) and not is_legacy(start):
-            return False, _pickle_problems(storage, name, nbytes, level)
+            return False, _pickle_problems(file, name, nbytes, level)
     except StorageError as error:
         message = f"{name}: {error.message}"
         return False, [Finding.of("unreadable", message, name, next_step="It may be whole: look again when it can be.")]
-    if not any(start):
+    if not any(start[:_START_NBYTES]) and name.endswith(_NEVER_ZEROS):
         return False, [_wrong(name, "begins with zero bytes, as after a crash of the machine that wrote it")]
     return False, []
 
 
-def _json_problems(storage: Storage, name: str, nbytes: int) -> list[Finding]:
+def _json_problems(file: IO[bytes], name: str, nbytes: int) -> list[Finding]:
     if nbytes > _MAX_PARSED_NBYTES:
         return []
     try:
-        json.loads(storage.read(name, 0, nbytes))
+        json.loads(file.read())
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # a value on each line, as logs have
             return []
@@ -120,9 +125,9 @@ def _json_problems(storage: Storage, name: str, nbytes: int) -> list[Finding]:
     return []
 
 
-def _zip_problems(storage: Storage, name: str, nbytes: int, level: Level) -> list[Finding]:
+def _zip_problems(storage: Storage, file: IO[bytes], name: str, nbytes: int, level: Level) -> list[Finding]:
     try:
-        archive = zipfile.ZipFile(stream(storage, name, nbytes))
+        archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, NotImplementedError, ValueError):
         return [_cut(name, f"is cut short: {nbytes_words(nbytes)} of a zip without the directory at its end")]
     problems: list[Finding] = []
@@ -158,15 +163,19 @@ def _crc_problems(archive: zipfile.ZipFile, name: str) -> list[Finding]:
     return []
 
 
-def _pickle_problems(storage: Storage, name: str, nbytes: int, level: Level) -> list[Finding]:
-    if storage.read(name, nbytes - 1, 1) != b"." and name.endswith((".pkl", ".pt", ".pth")):
+def _pickle_problems(file: IO[bytes], name: str, nbytes: int, level: Level) -> list[Finding]:
+    file.seek(nbytes - 1)
+    if file.read(1) != b"." and name.endswith((".pkl", ".pt", ".pth")):
         return [_cut(name, f"is cut short: {nbytes_words(nbytes)} of a pickle without its end")]
     if level < Level.RECORDS or nbytes > _MAX_PICKLE_NBYTES:
         return []
     calls = Calls()
     try:
-        inert.load(storage.read(name, 0, nbytes), calls=calls)
+        file.seek(0)
+        inert.load(file.read(), calls=calls)
     except MetadataError as error:
+        if any("joblib" in called for called in calls.names):  # which puts arrays between the opcodes
+            return unsafe_pickle(calls.unsafe, name, name)
         return [_wrong(name, f"is damaged: {error.message}")]
     return unsafe_pickle(calls.unsafe, name, name)
 

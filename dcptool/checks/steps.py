@@ -79,7 +79,7 @@ def _gaps(names: Collection[str]) -> list[Finding]:
     problems = []
     for (before, after), ranks in sorted(families.items()):
         missing = sorted(set(range(min(ranks), max(ranks))) - ranks)
-        if missing:
+        if 0 < len(missing) < len(ranks) and min(ranks) == 0:
             gone = [f"{before}{rank}{after}" for rank in missing]
             which = f"{listed(gone, MAX_NAMED, counted=False)} {'is' if len(gone) == 1 else 'are'}"
             message = f"{which} missing, though there are files of rank {min(ranks)} and {max(ranks)}"

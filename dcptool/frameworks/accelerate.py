@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from dcptool.frameworks.profile import Needed, Profile, SavedStep, any_of
 
+_MODELS = (
+    "pytorch_model_fsdp_0/",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "pytorch_model_fsdp.bin",
+)
 _random_states = any_of(r"random_states_\d+\.pkl")
 _parts = any_of(r"(pytorch_model_fsdp|optimizer)_\d+")
 _of_trainer = any_of(r"trainer_state\.json|scheduler\.pt|rng_state(_\d+)?\.pth|training_args\.bin")
@@ -20,11 +28,11 @@ ACCELERATE = Profile(
     "accelerate 1.15, checkpointing.py and utils/fsdp_utils.py, save_accelerator_state and load_accelerator_state",
     _recognises,
     (
-        Needed(("pytorch_model_fsdp_0/",), "the model"),
-        Needed(("optimizer_0/",), "the optimizer"),
+        Needed(_MODELS, "the model"),
+        Needed(("optimizer_0/", "optimizer.bin", "optimizer.pt"), "the optimizer", resumes=True),
         Needed(("random_states_{rank}.pkl",), "random generators and the step of gradient accumulation"),
     ),
-    ("optimizer",),
+    (),
     (
         (r"scheduler(_\d+)?\.bin", "accelerate's learning-rate scheduler"),
         (r"sampler(_\d+)?\.bin", "the data sampler"),

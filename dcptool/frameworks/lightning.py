@@ -6,7 +6,9 @@ from dcptool.frameworks.profile import Needed, Profile, SavedStep
 
 
 def _recognises(step: SavedStep) -> bool:
-    return "meta.pt" in step.files or (step.name.endswith(".ckpt") and "" in step.parts)
+    if "meta.pt" not in step.files and not step.name.endswith(".ckpt"):
+        return False
+    return "" in step.parts and any(fqn.startswith("state_dict.") for fqn in step.parts[""])
 
 
 LIGHTNING = Profile(

@@ -6,7 +6,8 @@ from dcptool.frameworks.profile import Profile, SavedStep
 
 
 def _recognises(step: SavedStep) -> bool:
-    return "" in step.parts and any(name.startswith("train_state.") for name in step.parts[""])
+    names = {fqn.partition(".")[0] for fqn in step.parts[""]} if "" in step.parts else set()
+    return {"train_state", "lr_scheduler"} <= names
 
 
 TORCHTITAN = Profile(

@@ -10,10 +10,13 @@ _NAME = re.compile(r"checkpoint-\d+")
 _files = any_of(
     r"trainer_state\.json|training_args\.bin|optimizer\.(pt|bin)|scheduler\.pt|rng_state(_\d+)?\.pth|pytorch_model_fsdp\.bin"
 )
+_of_deepspeed = any_of(r"global_step\d+")
 _parts = any_of(r"(pytorch_model_fsdp|optimizer)_0")
 
 
 def _recognises(step: SavedStep) -> bool:
+    if _of_deepspeed(step.folders):  # which keeps optimizer and scheduler there
+        return False
     return _NAME.fullmatch(step.name) is not None and (_files(step.files) or _parts(step.parts))
 
 

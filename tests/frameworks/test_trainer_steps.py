@@ -154,3 +154,56 @@ def test_a_rank_between_others_is_missed(step):
     verdict = verdict_on(folder)
     assert verdict.state is State.INCOMPLETE
     assert "rng_rank2.pt is missing, though there are files of rank 0 and 3" in verdict.reason
+
+
+HEALTHY = {
+    "accelerate, DDP": (
+        "checkpoint_3",
+        "model.safetensors optimizer.bin scheduler.bin random_states_0.pkl random_states_1.pkl",
+        "accelerate",
+        True,
+    ),
+    "accelerate, a model alone": ("checkpoint_3", "model.safetensors random_states_0.pkl", "accelerate", False),
+    "Trainer, DDP": (
+        "checkpoint-30",
+        "model.safetensors config.json optimizer.pt scheduler.pt rng_state_0.pth rng_state_1.pth trainer_state.json",
+        "transformers Trainer",
+        True,
+    ),
+    "Trainer, one process": (
+        "checkpoint-30",
+        "adapter_model.safetensors optimizer.pt scheduler.pt rng_state.pth trainer_state.json training_args.bin",
+        "transformers Trainer",
+        True,
+    ),
+    "Trainer, save_only_model": (
+        "checkpoint-30",
+        "model.safetensors config.json trainer_state.json",
+        "transformers Trainer",
+        False,
+    ),
+    "Trainer, DeepSpeed": (
+        "checkpoint-30",
+        "model.safetensors global_step30/mp_rank_00_model_states.pt rng_state_0.pth trainer_state.json latest",
+        "",
+        None,
+    ),
+    "a home-made loop": ("step_3", "model.safetensors loader_step_100.pt loader_step_300.pt state.json", "", None),
+}
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_healthy_steps_raise_no_alarm(case, tmp_path):
+    name, files, trainer, resumable = HEALTHY[case]
+    tensors = next((FOREIGN / "hf_consolidated").glob("*.safetensors"))
+    for file in files.split():
+        path = tmp_path / "run" / name / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if file.endswith(".safetensors"):
+            shutil.copy(tensors, path)
+        elif file.endswith((".json", "latest")):
+            path.write_text("{}")
+        else:
+            shutil.copy(FOREIGN / "trainer_fsdp2" / "checkpoint-2" / "scheduler.pt", path)
+    verdict = verdict_on(tmp_path / "run" / name, Level.DEEP)
+    assert (verdict.state, verdict.resume.framework, verdict.resumable) == (State.COMPLETE, trainer, resumable)
