@@ -42,7 +42,11 @@ from dcptool.cli import options
     show_default=True,
     help="torch: its own slow code, whole model in memory.",
 )
-@click.option("--trust", is_flag=True, help="With --engine torch: execute the pickles in SRC.")
+@click.option(
+    "--trust",
+    is_flag=True,
+    help="Take also what runs code when it is loaded. With --engine torch: execute the pickles in SRC.",
+)
 @options.overwrite
 @click.option("--dry-run", is_flag=True, help="Print the plan, write nothing.")
 @options.check
@@ -75,7 +79,7 @@ def convert(source: str, target: str, to: str, engine: str, trust: bool, dry_run
         options.answer(lambda: document, lambda: f"torch {version} wrote {shown(target)}")
         return 0
     renaming = Renaming(**{name: chosen.pop(name) for name in Renaming._fields})
-    meant = ConvertOptions(renaming=renaming, **chosen)
+    meant = ConvertOptions(renaming=renaming, trust=trust, **chosen)
     with bar() as progress:
         done = convert_path(source, target, to, meant, dry_run=dry_run, progress=progress)
     show = plan_text if dry_run else conversion_line
@@ -100,8 +104,6 @@ def _require_meaning(to: str, target: str) -> None:
         unused = [option for name, option in names.items() if name not in _ENGINE_TORCH_TAKES]
         if unused:
             raise click.UsageError(f"--engine torch converts everything as it is: leave out {', '.join(unused)}")
-    elif "trust" in names:
-        raise click.UsageError("--trust only means something with --engine torch")
     if "nesting" in names and to != "torch":
         raise click.UsageError(f"--nesting is about .pt files, not --to {to}: leave it out")
     if "max_shard_nbytes" in names and (to != "safetensors" or target.endswith(".safetensors")):

@@ -37,6 +37,7 @@ from dcptool.cli import options
     show_default=True,
     help="Give up a process that shows no sign of life for so long.",
 )
+@click.option("--trust", is_flag=True, help="Take also objects that run code when they are loaded.")
 @options.overwrite
 @click.option("--dry-run", is_flag=True, help="Print the plan, write nothing; needs no torch.")
 @options.check

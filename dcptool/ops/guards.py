@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding, errors, state_of
+from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.selection import Selection, selects
 from dcptool.checks.check import check, shown_by_metadata
 from dcptool.copying.outputs import OutputFile
@@ -36,6 +37,7 @@ def require_sound(
     exclude: Sequence[str],
     *,
     skip_corrupt: bool = False,
+    trust: bool = False,
     hint: str = "",
 ) -> None:
     """Refuse a source whose metadata or files show that what is selected is not all there.
@@ -45,6 +47,7 @@ def require_sound(
         selection: what is wanted of it.
         keys, exclude: what that was selected by.
         skip_corrupt: what missing and short files held was left out already.
+        trust: what runs code when it is loaded is no reason to refuse.
         hint: what the user can do, the last line of the message; that of --skip-corrupt is left out where that is
             refused too.
 
@@ -59,6 +62,8 @@ def require_sound(
         return bool(finding.fqn) or finding.traits.of_file
 
     def matters(finding: Finding) -> bool:
+        if trust and finding.traits.effect is Effect.UNSAFE:
+            return False
         if finding.fqn in checkpoint:
             return finding.fqn in names
         if skip_corrupt and can_be_left_out(finding):
@@ -96,7 +101,8 @@ _WHAT = {
     "incomplete": "is not whole",
     "unsafe": "runs code when it is loaded",
 }
-_WITHOUT_HINT = ("other", "unsafe")
+_HINTS = {"other": "", "unsafe": "--trust takes it all the same."}
+"""In place of leaving something out."""
 
 
 def damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
@@ -111,7 +117,7 @@ def damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
         f"{checkpoint.path} {what}, nothing was written:",
         *cut_lines([finding.message for finding in found], MAX_LISTED),
     ]
-    return "\n".join(filter(None, [*lines, *list(steps)[:MAX_STEPS], "" if state in _WITHOUT_HINT else hint]))
+    return "\n".join(filter(None, [*lines, *list(steps)[:MAX_STEPS], _HINTS.get(state, hint)]))
 
 
 def require_safe(checkpoint: Checkpoint, selection: Selection) -> None:
@@ -126,7 +132,7 @@ def require_safe(checkpoint: Checkpoint, selection: Selection) -> None:
         first = next(fqn for fqn, names in unsafe.items() if names)
         raise UnsafePickleError(
             "\n".join([f"{checkpoint.path} holds what runs code when it is loaded:", *cut_lines(lines, MAX_LISTED)]),
-            next_step=f"Nothing was written; --exclude {first!r} leaves it out.",
+            next_step=f"Nothing was written; --exclude {first!r} leaves it out, --trust takes it all the same.",
         )
 
 
@@ -140,7 +146,8 @@ def require_same(place: Target, files: Sequence[OutputFile], selection: Selectio
     meant = Counter((tensor.dtype, tensor.entry.shape) for tensor in selection.tensors)
     found = Counter((entry.dtype, entry.shape) for entry in written.tensors.values())
     different = [file.name for file in place.named(files) if place.storage.size(file.name) != file.nbytes]
-    wrong = [finding.message for finding in errors(shown_by_metadata(written))]
+    told = (found for found in errors(shown_by_metadata(written)) if found.traits.effect is not Effect.UNSAFE)
+    wrong = [finding.message for finding in told]
     # Objects of a `.pt` file may hold tensors too.
     if meant - found or different or wrong:
         what = [*(meant - found), *(different or wrong)][:3]

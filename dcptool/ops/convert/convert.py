@@ -49,6 +49,7 @@ class ConvertOptions(NamedTuple):
         check: compare the output with the source, element by element, before it is published.
         skip_corrupt: leave out tensors that are damaged, after checking everything.
         also: further folders that hold files of the source.
+        trust: take also what runs code when it is loaded.
     """
 
     keys: tuple[str, ...] = ()
@@ -62,6 +63,7 @@ class ConvertOptions(NamedTuple):
     check: bool = False
     skip_corrupt: bool = False
     also: tuple[str, ...] = ()
+    trust: bool = False
 
 
 DEFAULTS = ConvertOptions()
@@ -177,10 +179,13 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
         raise ItemError(damaged(checkpoint, causes, "Nothing undamaged is left to convert."))
     selection = select(checkpoint, options.keys, options.exclude, options.renaming, bad)
     skip, hint = options.skip_corrupt, "" if options.skip_corrupt else LEAVES_OUT
-    require_sound(checkpoint, selection, options.keys, options.exclude, skip_corrupt=skip, hint=hint)
+    require_sound(
+        checkpoint, selection, options.keys, options.exclude, skip_corrupt=skip, trust=options.trust, hint=hint
+    )
     wanted = Wanted(path, options.objects, options.nesting, options.max_shard_nbytes)
     output = lay_out(checkpoint, selection, to, wanted)
-    require_safe(checkpoint, selection.without_objects() if output.skipped else selection)
+    if not options.trust:
+        require_safe(checkpoint, selection.without_objects() if output.skipped else selection)
     return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output)
 
 

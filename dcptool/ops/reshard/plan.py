@@ -43,6 +43,7 @@ class ReshardOptions(NamedTuple):
         overwrite: replace output that is there, once the new one is complete.
         check: compare the output with the source, element by element, before it is published.
         also: further folders that hold files of the source.
+        trust: take also objects that run code when they are loaded.
     """
 
     world_size: int | None = None
@@ -58,6 +59,7 @@ class ReshardOptions(NamedTuple):
     overwrite: bool = False
     check: bool = False
     also: tuple[str, ...] = ()
+    trust: bool = False
 
 
 class Plan(NamedTuple):
@@ -105,14 +107,15 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
         source, told = source_here()
     checkpoint = open_checkpoint(source, options.also)
     selection = select(checkpoint, options.keys, options.exclude)
-    require_sound(checkpoint, selection, options.keys, options.exclude)
+    require_sound(checkpoint, selection, options.keys, options.exclude, trust=options.trust)
     wanted = _wanted_layout(options)
     path = os.fspath(target) if target is not None else default_target(checkpoint.path, wanted.n_ranks)
     _require_common(selection, wanted)
     rules = LayoutRules(checkpoint, selection, wanted)
     arrangement = assign(rules.held(), wanted.n_ranks)
     layout = lay_out_dcp(checkpoint, selection, path, "reshard", arrangement)
-    require_safe(checkpoint, selection)
+    if not options.trust:
+        require_safe(checkpoint, selection)
     notes = (*told, *selection.notes, *layout.notes, *_notes(checkpoint, selection, rules, wanted))
     return Plan(checkpoint, selection, path, arrangement, layout, wanted.n_ranks, notes)
 

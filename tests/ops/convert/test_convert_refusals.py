@@ -141,7 +141,6 @@ def test_a_place_is_refused_before_everything_is_read(tmp_path, monkeypatch):
             "leave out --objects, --threads",
         ),
         (["--to", "torch", "--engine", "torch", "--also", "x"], "leave out --also"),
-        (["--to", "torch", "--trust"], "--trust only means something with --engine torch"),
         (["--to", "dcp", "--engine", "torch", "--trust"], "torch converts DCP to a .pt or .safetensors file"),
         (["--to", "torch", "--rename", "a"], "'a' must be OLD=NEW"),
     ],

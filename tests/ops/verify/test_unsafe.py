@@ -123,6 +123,25 @@ def test_an_object_that_runs_code(tmp_path):
     assert (done.returncode, "--exclude 'hook' leaves it out" in done.stderr) == (3, True)
 
 
+def test_what_runs_code_is_carried_with_trust_and_not_executed(tmp_path):
+    torch = pytest.importorskip("torch")
+
+    class Touch:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    folder = saved(tmp_path / "step_1", hook=Touch(), step=7)
+    assert run("convert", "--to", "torch", "--trust", folder, tmp_path / "m.pt").returncode == 0
+    assert run("convert", "--to", "dcp", "--trust", tmp_path / "m.pt", tmp_path / "out").returncode == 0
+    assert run("reshard", "--world-size", 2, "--trust", "--dry-run", folder, tmp_path / "r").returncode == 0
+    assert not (tmp_path / "executed").exists()
+    for path in ("m.pt", "out"):
+        [verdict] = dcptool.verify(tmp_path / path, dcptool.VerifyOptions(dcptool.Level.RECORDS)).verdicts
+        assert verdict.state is State.UNSAFE
+    torch.load(tmp_path / "m.pt", weights_only=False)
+    assert (tmp_path / "executed").exists()
+
+
 def with_pickle(source, target, change) -> None:
     """Copy a zip of torch.save with its pickle changed, and a right CRC."""
     with zipfile.ZipFile(source) as before, zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as after:
