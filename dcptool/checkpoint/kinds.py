@@ -85,6 +85,11 @@ KINDS = {
     ),
     "cut-side-file": _error("a file beside the checkpoint is empty or cut short", _MISSING, unfinished=True),
     "damaged-side-file": _error("a file beside the checkpoint is not what it should be"),
+    "unlike-siblings": _error(
+        "a file is not there that the steps beside it have; a warning where only one has it, or the trainer needs none",
+        _MISSING,
+        may_be_whole=True,
+    ),
     "not-resumable": _warning("it is complete, and lacks what a resume needs, as one saved for its weights alone"),
     "empty": _error("there is nothing in the folder", _MISSING, unfinished=True),
     # No checkpoint dcptool checks.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 import re
 import zipfile
 import zlib
@@ -16,7 +17,7 @@ from functools import partial
 from typing import IO, NamedTuple
 
 from dcptool.checkpoint.findings import Finding, unsafe_pickle
-from dcptool.checkpoint.kinds import Effect
+from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checks.check import Level, check
 from dcptool.checks.files import GET_LFS_FILES
 from dcptool.copying.pool import Pool
@@ -25,6 +26,7 @@ from dcptool.formats.detect import open_part
 from dcptool.formats.safetensors.header import LFS_START
 from dcptool.formats.table import beside
 from dcptool.formats.torch_save.format import SUFFIXES, is_legacy
+from dcptool.frameworks.table import holds
 from dcptool.pickles import inert
 from dcptool.pickles.calls import Calls
 from dcptool.storage import Location, Storage, join
@@ -32,6 +34,7 @@ from dcptool.storage.stream import stream
 from dcptool.words import nbytes as nbytes_words
 
 _KNOWN = (*SUFFIXES, ".npz", ".json")
+_OF_STATE = (*SUFFIXES, ".npz")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _NEVER_ZEROS = (".pt", ".pth", ".ckpt", ".pkl", ".npz")
 _START_NBYTES = 64
@@ -39,6 +42,9 @@ _SMALL_NBYTES = 64 << 10
 """What is read at once of a file: all of most."""
 _MAX_PARSED_NBYTES = 1 << 20
 _MAX_PICKLE_NBYTES = 64 << 20
+_ZIP_ERRORS = (
+    zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError, ValueError, OSError
+)  # fmt: skip
 _PIECE_NBYTES = 1 << 20
 _AGAIN = "Copy it again from where it was saved, or resume from another step."
 
@@ -82,13 +88,14 @@ def patterns_of(files: Iterable[str], marker: str) -> frozenset[str]:
 
     Only those of kinds that trainers keep state in: other files may come and go.
     """
-    return frozenset(re.sub(r"\d+", "N", name) for name in beside(files, marker) if name.endswith(_KNOWN))
+    return frozenset(re.sub(r"\d+", "N", name) for name in beside(files, marker) if name.endswith(_OF_STATE))
 
 
 def _problems(storage: Storage, name: str, nbytes: int, level: Level) -> tuple[bool, Sequence[Finding]]:
     """Return whether its checksums cover a file, and what is wrong with it."""
     if not nbytes:
-        return False, [_cut(name, "is empty")]
+        may_be_empty = name.endswith(".json") and not holds(name)
+        return False, [_cut(name, "is empty", Severity.WARNING if may_be_empty else None)]
     try:
         start = storage.read(name, 0, min(nbytes, _SMALL_NBYTES))
         file: IO[bytes] = io.BytesIO(start) if nbytes <= _SMALL_NBYTES else stream(storage, name, nbytes)
@@ -110,18 +117,22 @@ def _problems(storage: Storage, name: str, nbytes: int, level: Level) -> tuple[b
 
 
 def _json_problems(file: IO[bytes], name: str, nbytes: int) -> list[Finding]:
+    """Parse JSON; an error only in a file some trainer resumes with, for others write what is nearly JSON."""
     if nbytes > _MAX_PARSED_NBYTES:
         return []
+    severity = None if holds(name) else Severity.WARNING
     try:
-        json.loads(file.read())
+        json.loads(file.read(), parse_int=str)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # a value on each line, as logs have
             return []
         if error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated"):
-            return [_cut(name, f"is cut short: its JSON ends in the middle, after {nbytes_words(nbytes)}")]
-        return [_wrong(name, f"is no JSON: {error}")]
-    except (UnicodeDecodeError, RecursionError) as error:
-        return [_wrong(name, f"is no JSON: {error}")]
+            return [_cut(name, f"is cut short: its JSON ends in the middle, after {nbytes_words(nbytes)}", severity)]
+        return [_wrong(name, f"is no JSON: {error}", severity)]
+    except RecursionError:
+        return []
+    except ValueError as error:
+        return [_wrong(name, f"is no JSON: {error}", severity)]
     return []
 
 
@@ -154,18 +165,22 @@ def _of_torch(storage: Storage, name: str) -> list[Finding]:
 def _crc_problems(archive: zipfile.ZipFile, name: str) -> list[Finding]:
     """Read all records of a zip; the first whose CRC32 or header is wrong is told."""
     for member in archive.infolist():
+        if not member.CRC:  # torch with CRC32 switched off
+            continue
         try:
             with archive.open(member) as record:
                 for _ in iter(partial(record.read, _PIECE_NBYTES), b""):
                     pass
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+        except StorageError:
+            raise
+        except _ZIP_ERRORS as error:
             return [_wrong(name, f"is damaged in its record {member.filename}: {error}")]
     return []
 
 
 def _pickle_problems(file: IO[bytes], name: str, nbytes: int, level: Level) -> list[Finding]:
-    file.seek(nbytes - 1)
-    if file.read(1) != b"." and name.endswith((".pkl", ".pt", ".pth")):
+    file.seek(max(nbytes - 16, 0))
+    if not file.read().rstrip().endswith(b".") and name.endswith((".pkl", ".pt", ".pth")):
         return [_cut(name, f"is cut short: {nbytes_words(nbytes)} of a pickle without its end")]
     if level < Level.RECORDS or nbytes > _MAX_PICKLE_NBYTES:
         return []
@@ -180,9 +195,9 @@ def _pickle_problems(file: IO[bytes], name: str, nbytes: int, level: Level) -> l
     return unsafe_pickle(calls.unsafe, name, name)
 
 
-def _cut(name: str, what: str) -> Finding:
-    return Finding.of("cut-side-file", f"{name} {what}", name, next_step=_AGAIN)
+def _cut(name: str, what: str, severity: Severity | None = None) -> Finding:
+    return Finding.of("cut-side-file", f"{name} {what}", name, next_step=_AGAIN, severity=severity)
 
 
-def _wrong(name: str, what: str) -> Finding:
-    return Finding.of("damaged-side-file", f"{name} {what}", name, next_step=_AGAIN)
+def _wrong(name: str, what: str, severity: Severity | None = None) -> Finding:
+    return Finding.of("damaged-side-file", f"{name} {what}", name, next_step=_AGAIN, severity=severity)

@@ -13,7 +13,9 @@ from dcptool.words import listed
 
 MAX_NAMED = 5
 _DIED = "The save died before it was done, or the file was left behind: resume from another step."
-_OF_RANKS = re.compile(r"(.*(?:rank|rng|random|loader|sampler)\D*)(\d+)(\D*)", re.IGNORECASE)
+_OF_RANKS = re.compile(
+    r"(.*(?:rank|rng|rng_state|random_states?|dataloader|sampler)[_-]?)(\d+)(\.(?:pt|pth|bin|ckpt|pkl))", re.IGNORECASE
+)
 
 
 class Resume(NamedTuple):
@@ -51,7 +53,7 @@ def resume_of(step: SavedStep, side_files: Collection[str], as_it_is: bool = Fal
         problems += _missing(missing, profile.name)
     resumable = not problems and not lacks
     if lacks and not problems:
-        message = f"it has no {listed(lacks, MAX_NAMED)}, which {profile.name} resumes with: that would start anew"
+        message = f"it lacks {listed(lacks, MAX_NAMED)}, which {profile.name} resumes with: that would start anew"
         problems.append(Finding.of("not-resumable", message))
     return Resume(profile.name, resumable, tuple(lacks)), problems
 
@@ -78,8 +80,10 @@ def _gaps(names: Collection[str]) -> list[Finding]:
             families.setdefault((match[1], match[3]), set()).add(int(match[2]))
     problems = []
     for (before, after), ranks in sorted(families.items()):
-        missing = sorted(set(range(min(ranks), max(ranks))) - ranks)
-        if 0 < len(missing) < len(ranks) and min(ranks) == 0:
+        if min(ranks) or max(ranks) >= 2 * len(ranks):
+            continue
+        missing = sorted(set(range(max(ranks))) - ranks)
+        if missing:
             gone = [f"{before}{rank}{after}" for rank in missing]
             which = f"{listed(gone, MAX_NAMED, counted=False)} {'is' if len(gone) == 1 else 'are'}"
             message = f"{which} missing, though there are files of rank {min(ranks)} and {max(ranks)}"

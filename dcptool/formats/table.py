@@ -73,7 +73,7 @@ def beside(files: Iterable[str], marker: str = NAME) -> list[str]:
     return [
         name for name in files
         if not (is_own_name(name) or is_metadata(name) or base_name(name) in markers or is_temporary(name))
-        and not name.endswith((NEGATIVE_SUFFIX, ".tmp"))
+        and not (name.endswith((NEGATIVE_SUFFIX, ".tmp")) or base_name(name).startswith("._"))
     ]  # fmt: skip
 
 

@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from dcptool.frameworks.profile import Needed, Profile, SavedStep, any_of
 
-_MODELS = (
-    "pytorch_model_fsdp_0/",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "pytorch_model_fsdp.bin",
-)
 _random_states = any_of(r"random_states_\d+\.pkl")
 _parts = any_of(r"(pytorch_model_fsdp|optimizer)_\d+")
 _of_trainer = any_of(r"trainer_state\.json|scheduler\.pt|rng_state(_\d+)?\.pth|training_args\.bin")
@@ -28,7 +20,7 @@ ACCELERATE = Profile(
     "accelerate 1.15, checkpointing.py and utils/fsdp_utils.py, save_accelerator_state and load_accelerator_state",
     _recognises,
     (
-        Needed(_MODELS, "the model"),
+        Needed(("pytorch_model_fsdp_0/",), "the model", given="optimizer_0/"),
         Needed(("optimizer_0/", "optimizer.bin", "optimizer.pt"), "the optimizer", resumes=True),
         Needed(("random_states_{rank}.pkl",), "random generators and the step of gradient accumulation"),
     ),

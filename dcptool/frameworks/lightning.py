@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from dcptool.frameworks.profile import Needed, Profile, SavedStep
+
+_OF_STRATEGIES = re.compile(r"state_dict\.|optimizer_\d+\.")
+"""ModelParallel's names, and those of the optimizers in FSDP's, whose models are `model.*` as everybody's."""
 
 
 def _recognises(step: SavedStep) -> bool:
     if "meta.pt" not in step.files and not step.name.endswith(".ckpt"):
         return False
-    return "" in step.parts and any(fqn.startswith("state_dict.") for fqn in step.parts[""])
+    return "" in step.parts and any(map(_OF_STRATEGIES.match, step.parts[""]))
 
 
 LIGHTNING = Profile(

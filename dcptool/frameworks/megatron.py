@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 from dcptool.frameworks.profile import Needed, Profile, SavedStep
+
+_NAME = re.compile(r"iter_\d{7}|release")
 
 
 def _recognises(step: SavedStep) -> bool:
-    return "" in step.parts and (step.parts[""].variant.stacks_layers or "common.pt" in step.files)
+    if "" not in step.parts:
+        return False
+    return step.parts[""].variant.stacks_layers or (
+        "common.pt" in step.files and _NAME.fullmatch(step.name) is not None
+    )
 
 
 MEGATRON = Profile(

@@ -7,7 +7,7 @@ from dcptool.frameworks.profile import Needed, Profile
 OLMO = Profile(
     "OLMo-core",
     "olmo_core 3.0.0, train/checkpoint.py, Checkpointer",
-    lambda step: "model_and_optim" in step.folders,
+    lambda step: "model_and_optim" in step.folders and ("train" in step.folders or ".metadata.json" in step.files),
     (
         Needed(("model_and_optim/",), "model and optimizer"),
         Needed(("train/rank{rank}.pt", "train/rank0.pt"), "the trainer's state"),

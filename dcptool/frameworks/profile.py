@@ -50,19 +50,28 @@ class Needed(NamedTuple):
         holds: what is in it, for messages.
         resumes: a step saved for its weights alone lacks it, and all others so marked; else each step has it.
         unless: an entry that holds the same instead.
+        given: a file or folder without which it need not be there.
     """
 
     names: tuple[str, ...]
     holds: str
     resumes: bool = False
     unless: str = ""
+    given: str = ""
 
     def missing(self, step: SavedStep) -> list[str]:
         """Return what of it is not there: names, with ranks filled in; nothing if it is, or has no need to be."""
+        if self.given and not step.has(self.given):
+            return []
         if self.unless and any(self.unless in part for part in step.parts.values()):
             return []
         lacking = [[name for name in expanded(form, step.n_ranks) if not step.has(name)] for form in self.names]
-        return [] if any(not names for names in lacking) else min(lacking, key=len)
+        in_folders = any(step.parts)
+
+        def fits(names: list[str]) -> tuple[int, bool]:
+            return len(names), names[0].endswith("/") is not in_folders
+
+        return [] if any(not names for names in lacking) else min(lacking, key=fits)
 
     def is_absent(self, step: SavedStep) -> bool:
         """Tell whether nothing at all of it is there."""

@@ -7,7 +7,8 @@ from dcptool.frameworks.profile import Profile, SavedStep
 
 def _recognises(step: SavedStep) -> bool:
     names = {fqn.partition(".")[0] for fqn in step.parts[""]} if "" in step.parts else set()
-    return {"train_state", "lr_scheduler"} <= names
+    other = "model" in names or any("optim" in name and name != "optimizer" for name in names)
+    return {"train_state", "lr_scheduler"} <= names and not other
 
 
 TORCHTITAN = Profile(

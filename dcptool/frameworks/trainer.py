@@ -7,17 +7,19 @@ import re
 from dcptool.frameworks.profile import Needed, Profile, SavedStep, any_of
 
 _NAME = re.compile(r"checkpoint-\d+")
-_files = any_of(
-    r"trainer_state\.json|training_args\.bin|optimizer\.(pt|bin)|scheduler\.pt|rng_state(_\d+)?\.pth|pytorch_model_fsdp\.bin"
-)
+_OWN = (r"trainer_state\.json", r"training_args\.bin", r"optimizer\.pt", r"scheduler\.pt", r"rng_state(_\d+)?\.pth")
+_own = [any_of(pattern) for pattern in _OWN]
+_of_accelerate = any_of(r"random_states_\d+\.pkl|scheduler(_\d+)?\.bin|custom_checkpoint_\d+\.pkl")
 _of_deepspeed = any_of(r"global_step\d+")
 _parts = any_of(r"(pytorch_model_fsdp|optimizer)_0")
 
 
 def _recognises(step: SavedStep) -> bool:
-    if _of_deepspeed(step.folders):  # which keeps optimizer and scheduler there
+    if not _NAME.fullmatch(step.name) or _of_accelerate(step.files) or _of_deepspeed(step.folders):
+        return False  # DeepSpeed keeps optimizer and scheduler in its folder
+    if "" in step.parts and step.parts[""].format.owns_folder:  # somebody else's DCP
         return False
-    return _NAME.fullmatch(step.name) is not None and (_files(step.files) or _parts(step.parts))
+    return _parts(step.parts) or "trainer_state.json" in step.files or sum(own(step.files) for own in _own) > 1
 
 
 TRAINER = Profile(
@@ -26,6 +28,7 @@ TRAINER = Profile(
     _recognises,
     (
         Needed(("trainer_state.json",), "the transformers Trainer's progress"),
+        Needed(("pytorch_model_fsdp_0/",), "the model", given="optimizer_0/"),
         Needed(("optimizer_0/", "optimizer.pt", "optimizer.bin"), "the optimizer", resumes=True),
         Needed(("scheduler.pt",), "the learning-rate scheduler", resumes=True),
         Needed(("rng_state_{rank}.pth", "rng_state.pth"), "random generators", resumes=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding
@@ -13,16 +13,20 @@ from dcptool.checks.side_files import patterns_of
 from dcptool.errors import CheckpointNotFoundError, DcptoolError
 from dcptool.formats.detect import find_parts, open_part
 from dcptool.formats.marker import is_of_save, marker_in
-from dcptool.ops.verify.siblings import lacking_files, lacking_groups, lacking_parts, without_marker
+from dcptool.ops.verify.siblings import (
+    MAX_SIBLINGS,
+    common_of,
+    lacking_files,
+    lacking_groups,
+    lacking_parts,
+    without_marker,
+)
 from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions
 from dcptool.ops.verify.verify import judge_step
 from dcptool.runs.activity import list_files
 from dcptool.runs.directory import find_runs, listed, require_run
 from dcptool.runs.pointers import pointer_problems, read_pointers
 from dcptool.storage import Location, Storage, join, locate
-
-MAX_SIBLINGS = 3
-"""Older steps whose listing is compared with that of a candidate."""
 
 
 class Step(NamedTuple):
@@ -131,11 +135,11 @@ def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[str], opti
     if verdict.state is not State.COMPLETE:
         return verdict
     siblings = [found for name in older[:MAX_SIBLINGS] if (found := _sibling(storage, name, options.marker))]
-    verdict = lacking_parts(verdict, len(siblings), _of_all(found.parts for found in siblings))
-    verdict = lacking_files(verdict, len(siblings), _of_all(found.patterns for found in siblings))
+    verdict = lacking_parts(verdict, len(siblings), common_of(found.parts for found in siblings))
+    verdict = lacking_files(verdict, len(siblings), common_of(found.patterns for found in siblings))
     if verdict.state is State.COMPLETE and verdict.resumable is not False and not _has_optimizer(verdict.groups):
         groups = [found.groups(storage) for found in siblings]
-        verdict = lacking_groups(verdict, len(siblings), _of_all(groups))
+        verdict = lacking_groups(verdict, len(siblings), common_of(groups))
     if verdict.state is State.COMPLETE and verdict.marker is None:
         for other in older:
             if is_of_save(marker_in(storage.below(other), options.marker)):
@@ -168,11 +172,6 @@ def _sibling(storage: Storage, step: str, marker: str) -> _Sibling | None:
         return _Sibling(step, parts, patterns_of(list_files(location), marker)) if parts else None
     except DcptoolError:
         return None
-
-
-def _of_all(sets: Iterable[frozenset[str]]) -> list[str]:
-    found = list(sets)
-    return sorted(frozenset.intersection(*found)) if found else []
 
 
 def _has_optimizer(groups: Sequence[str]) -> bool:

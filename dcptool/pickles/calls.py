@@ -48,6 +48,7 @@ _FINE = re.compile(
 )
 """What torch's, DCP's and Megatron-core's own writers make, and values of common packages."""
 _GETATTR = "builtins.getattr"
+_NESTING = "torch.storage._load_from_bytes"
 
 
 class Calls:
@@ -56,6 +57,7 @@ class Calls:
     Attributes:
         names: `module.name` of all it imports.
         n_persistent: persistent ids in it, which stand for what is outside.
+        nested: what torch.save wrote before torch 1.6, as `pickle` stores tensors: more pickles, to be looked into.
     """
 
     def __init__(self) -> None:
@@ -64,12 +66,16 @@ class Calls:
         self._called: set[Global] = set()
         self._results: list[Node] = []
         self._attributes: list[Any] = []
+        self.nested: list[bytes] = []
 
     def call(self, function: Any, args: Any) -> None:
         """Note a call, by REDUCE, INST or OBJ."""
         if isinstance(function, Node):
             self._results.append(function)
         elif isinstance(function, Global):
+            if qualified_name(function) == _NESTING and _is_bytes(args):
+                self.nested += args
+                return
             self._called.add(function)
             if function.name == "getattr":
                 self._attributes.append(args)
@@ -99,6 +105,10 @@ def _reaches(name: str) -> bool:
 def _is_class(name: str) -> bool:
     """Tell whether a name looks like that of a class, in a module: `pkg.Thing`, not `pkg.Thing.method`."""
     return name.rpartition(".")[2].lstrip("_")[:1].isupper()
+
+
+def _is_bytes(args: Any) -> bool:
+    return isinstance(args, tuple) and len(args) == 1 and isinstance(args[0], bytes)
 
 
 def _is_member(args: Any) -> bool:

@@ -15,6 +15,9 @@ from dcptool.pickles.calls import Calls
 from dcptool.pickles.machine import Machine, NotKeptError, Take
 from dcptool.pickles.standins import qualified_name
 
+_PICKLES_OF_TORCH = 5
+"""Magic number, version, system, the object, keys of its storages. Source: torch 2.13, serialization._legacy_save."""
+
 
 def load(
     data: bytes,
@@ -40,7 +43,10 @@ def load(
     calls = calls or Calls()
     machine = Machine(data, understood or {}, take, calls)
     try:
-        return machine.run()
+        root = machine.run()
+        while calls.nested:
+            _read_through(calls.nested.pop(), calls)
+        return root
     except MetadataError:
         raise
     except NotKeptError:
@@ -55,3 +61,13 @@ def load(
         raise MetadataError(f"the pickle is damaged at byte {machine.position}: {what}") from None
     finally:
         calls.names |= {qualified_name(found) for found in machine.globals.values()}
+
+
+def _read_through(data: bytes, calls: Calls) -> None:
+    """Note what the pickles of a stream of torch.save run; raw storages follow the last, their list of keys."""
+    rest = data
+    for _ in range(_PICKLES_OF_TORCH):
+        machine = Machine(rest, {}, None, calls)
+        machine.run()
+        calls.names |= {qualified_name(found) for found in machine.globals.values()}
+        rest = rest[machine.position :]

@@ -181,7 +181,8 @@ class LocalStorage:
                 os.close(self._files.popitem()[1])
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_lock"):  # a signal may have come in the middle of __init__
+            self.close()
 
 
 class LocalSink:

@@ -28,14 +28,14 @@ def test_weights_alone_are_complete_and_not_to_resume_from(titan):
     verdict = dcptool.verify(titan).verdicts[-1]
     assert (verdict.name, verdict.state.value, verdict.resumable) == ("step-4", "complete", False)
     assert {"optimizer", "train_state"} <= set(verdict.resume.lacks)
-    assert "which all 3 other steps have" in verdict.reason
+    assert "which the 3 steps beside it have" in verdict.reason
     assert f"newest complete step to resume from: {titan / 'step-3'}" in run("verify", titan).stdout
 
 
 def test_latest_passes_over_weights_alone_and_says_so(titan):
     done = run("latest", titan)
     assert done.stdout == f"{titan / 'step-3'}\n"
-    assert "step-4 is complete: it has no " in done.stderr
+    assert "step-4 is complete: it lacks " in done.stderr
     assert run("latest", "--weights", titan).stdout == f"{titan / 'step-4'}\n"
 
 
@@ -58,13 +58,40 @@ def test_prune_keeps_the_newest_step_to_resume_from(titan):
 
 
 def test_a_file_that_two_siblings_have_is_missing_that_one_has_is_doubtful(titan):
-    shutil.rmtree(titan / "step-4")
+    shutil.rmtree(titan)
+    for number in (1, 2, 3):
+        shutil.copytree(FOREIGN / "w_nodist", titan / f"step-{number}")
     for number in (1, 2):
         shutil.copy(FOREIGN / "accelerate_fsdp2" / "scheduler.bin", titan / f"step-{number}" / "schedule.bin")
+        (titan / f"step-{number}" / "eval.json").write_text("{}")  # which may come and go
     found = find_latest(titan)
     assert found.path == str(titan / "step-2")
-    assert "schedule.bin is missing, which all 2 other steps have" in found.skipped[0].reason
+    assert "schedule.bin is missing, which the 2 steps beside it have" in found.skipped[0].reason
+    plan = make_plan(titan, 1, include_incomplete=True, now=OLD + 1e9)
+    assert {decision.name for decision in plan.decisions if decision.keep} == {"step-2", "step-3"}
     shutil.rmtree(titan / "step-1")
     found = find_latest(titan)
     assert found.path == str(titan / "step-3")
-    assert "schedule.bin is missing, which the other step has" in found.warnings[0].message
+    assert "schedule.bin is missing, which the step beside it has" in found.warnings[0].message
+
+
+def test_what_the_trainer_does_not_need_is_no_error(tmp_path):
+    """A job of the Trainer on two processes that goes on alone writes one file in place of two."""
+    trained = FOREIGN / "trainer_fsdp2" / "checkpoint-2"
+    for number in (1, 2, 3):
+        shutil.copytree(trained, tmp_path / "run" / f"checkpoint-{number}")
+    last = tmp_path / "run" / "checkpoint-3"
+    (last / "rng_state_0.pth").rename(last / "rng_state.pth")
+    (last / "rng_state_1.pth").unlink()
+    verdict = dcptool.verify(tmp_path / "run").verdicts[-1]
+    assert (verdict.state.value, verdict.resumable) == ("complete", True)
+    assert find_latest(tmp_path / "run").path == str(last)
+
+
+def test_latest_and_verify_compare_with_the_same_steps(tmp_path):
+    for number in (1, 2, 3, 4, 5):
+        shutil.copytree(FOREIGN / "w_nodist", tmp_path / "run" / f"step-{number}")
+    for number in (2, 3, 4):
+        shutil.copy(FOREIGN / "accelerate_fsdp2" / "scheduler.bin", tmp_path / "run" / f"step-{number}" / "s.bin")
+    assert dcptool.verify(tmp_path / "run").verdicts[-1].state.value == "incomplete"
+    assert find_latest(tmp_path / "run").path == str(tmp_path / "run" / "step-4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -138,6 +139,7 @@ def test_files_of_other_kinds_are_judged_as_far_as_they_tell(step):
     assert verdict_on(folder, Level.DEEP).state is State.COMPLETE
     (folder / "tokenizer.json").write_text('{"a": ')
     assert "tokenizer.json is cut short" in verdict_on(folder).reason
+    (folder / "settings.json").write_text("{} // that is how we write it")
     (folder / "tokenizer.json").write_text('{"a" 1}')
     assert verdict_on(folder).state is State.DAMAGED
     (folder / "tokenizer.json").unlink()
@@ -145,6 +147,63 @@ def test_files_of_other_kinds_are_judged_as_far_as_they_tell(step):
     assert "rng.pt begins with zero bytes" in verdict_on(folder).reason
     (folder / "rng.pt").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
     assert "rng.pt is a Git LFS pointer" in verdict_on(folder).reason
+
+
+def test_state_of_generators_as_pickle_stores_it_is_no_danger(step, tmp_path):
+    torch = pytest.importorskip("torch")
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    folder = step("torchtitan")
+    (folder / "rng.pkl").write_bytes(pickle.dumps({"torch": torch.get_rng_state(), "step": 7}))
+    assert verdict_on(folder, Level.DEEP).state is State.COMPLETE
+    hidden = io.BytesIO()
+    torch.save(Evil(), hidden, _use_new_zipfile_serialization=False)
+
+    class Nested:
+        def __reduce__(self):
+            return torch.storage._load_from_bytes, (hidden.getvalue(),)
+
+    (folder / "rng.pkl").write_bytes(pickle.dumps(Nested()))
+    verdict = verdict_on(folder, Level.RECORDS)
+    assert verdict.state is State.UNSAFE
+    assert "posix.mkdir" in verdict.reason
+    assert not (tmp_path / "executed").exists()
+
+
+def test_checksums_switched_off_and_records_that_are_compressed(step):
+    folder = step("torchtitan")
+    with zipfile.ZipFile(folder / "a.npz", "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("a.npy", bytes(10_000))
+    assert verdict_on(folder, Level.DEEP).state is State.COMPLETE
+    data = bytearray((folder / "a.npz").read_bytes())
+    data[40] ^= 255
+    (folder / "a.npz").write_bytes(data)
+    assert "a.npz is damaged in its record a.npy" in verdict_on(folder, Level.DEEP).reason
+    (folder / "a.npz").unlink()
+    torch = pytest.importorskip("torch")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(3)}, folder / "extra.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert verdict_on(folder, Level.DEEP).state is State.COMPLETE
+
+
+def test_numbers_that_are_no_ranks_cost_nothing(step):
+    folder = step("torchtitan")
+    for number in (0, 1_735_689_600):
+        shutil.copy(FOREIGN / "accelerate_fsdp2" / "random_states_0.pkl", folder / f"sampler_{number}.pt")
+    (folder / "long.json").write_text('{"a": ' + "1" * 5000 + "}")
+    assert verdict_on(folder).state is State.COMPLETE
+
+
+def test_the_file_of_this_kind_of_step_is_named(step):
+    folder = step("transformers Trainer")
+    shutil.rmtree(folder / "pytorch_model_fsdp_0")
+    assert "pytorch_model_fsdp_0/ is missing: the model" in verdict_on(folder).reason
 
 
 def test_a_rank_between_others_is_missed(step):
@@ -188,6 +247,22 @@ HEALTHY = {
         "",
         None,
     ),
+    "diffusers": (
+        "checkpoint-500",
+        "unet/model.safetensors optimizer.bin scheduler.bin random_states_0.pkl",
+        "accelerate",
+        True,
+    ),
+    "accelerate, named as the Trainer's": (
+        "checkpoint-500",
+        "model.safetensors optimizer.bin scheduler.bin random_states_0.pkl",
+        "accelerate",
+        True,
+    ),
+    "LLaMA-Factory": ("checkpoint-5", "model/model.safetensors scheduler.pt rng_state/rank_0.pt", "", None),
+    "Trainer.save_model": ("checkpoint-5", "model.safetensors config.json training_args.bin", "", None),
+    "Apple's own files": ("step_3", "model.safetensors ._x.json", "", None),
+    "samples": ("step_3", "model.safetensors random_prompt_0.png random_prompt_3.png epoch_loader_3.json", "", None),
     "a home-made loop": ("step_3", "model.safetensors loader_step_100.pt loader_step_300.pt state.json", "", None),
 }
 
@@ -201,9 +276,21 @@ def test_healthy_steps_raise_no_alarm(case, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if file.endswith(".safetensors"):
             shutil.copy(tensors, path)
-        elif file.endswith((".json", "latest")):
-            path.write_text("{}")
+        elif file.endswith((".json", ".png", "latest")):
+            path.write_text("\0" if path.name.startswith("._") else "{}")
         else:
             shutil.copy(FOREIGN / "trainer_fsdp2" / "checkpoint-2" / "scheduler.pt", path)
     verdict = verdict_on(tmp_path / "run" / name, Level.DEEP)
     assert (verdict.state, verdict.resume.framework, verdict.resumable) == (State.COMPLETE, trainer, resumable)
+
+
+def test_lightnings_fsdp_names_its_model_as_everybody(tmp_path):
+    torch = pytest.importorskip("torch")
+    from tests.ranks import save
+
+    folder = save(tmp_path / "epoch=0-step=2.ckpt", {"model": {"w": torch.ones(3)}, "optimizer_0": {"lr": 0.1}})
+    assert "meta.pt is missing" in verdict_on(folder).reason
+    shutil.copy(FOREIGN / STEPS["Lightning"][0] / "meta.pt", folder)
+    assert verdict_on(folder).resumable is True
+    save(tmp_path / "model.ckpt", {"model": {"w": torch.ones(3)}, "optim": {"lr": 0.1}})
+    assert verdict_on(tmp_path / "model.ckpt").state is State.COMPLETE  # somebody else's

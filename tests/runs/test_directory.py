@@ -110,7 +110,7 @@ class TestComposite:
         (composite / "global_step_30" / "data" / "data.pt").unlink()
         found = latest(composite)
         assert found.path == str(composite / "global_step_20")
-        assert "data/data.pt is missing, which all 2 other steps have" in found.skipped[0].reason
+        assert "data/data.pt is missing, which the 2 steps beside it have" in found.skipped[0].reason
         assert names(dcptool.verify(composite).verdicts)[-1] == ("global_step_30", "incomplete")
 
     def test_the_worst_part_counts_and_one_marker_speaks_for_all(self, composite):

@@ -253,3 +253,9 @@ def test_paths_in_chained_urls_stay_chained(head, tmp_path):
     assert location.storage.read("model.bin", 1, 3) == b"nsi"
     with pytest.raises(StorageError, match=f"^{re.escape(join(folder, 'other'))}: no such file"):
         location.storage.read("other", 0, 1)
+
+
+def test_a_storage_that_a_signal_left_half_made_is_silent(capsys):
+    half = local.LocalStorage.__new__(local.LocalStorage)
+    del half
+    assert capsys.readouterr().err == ""

@@ -15,39 +15,52 @@ from dcptool.words import listed
 
 MIN_SIBLINGS = 2
 """Other steps that must all have something before one without it counts as lacking it."""
+MAX_SIBLINGS = 3
+"""Steps whose files and entries are compared with those of one."""
 
 
 def compare_steps(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     """Return the verdicts of a run's steps, lowest first, with what only comparing them shows.
 
-    A step lacks parts and files that all others have, or can not be resumed from for want of entries that all others
-    have; a whole one without a marker is unmarked once an earlier one has a marker that a save wrote.
+    A step lacks a part that all others have; files and groups of entries that the whole ones nearest to it have, the
+    older ones first, as `latest` compares; a whole one without a marker is unmarked once an earlier one has a marker
+    that a save wrote.
     """
     compared = []
     marked = ""
     with_parts = [verdict for verdict in verdicts if verdict.parts]
     whole = [verdict for verdict in verdicts if verdict.whole]
     parts = Counter(part.name for verdict in with_parts for part in verdict.parts)
-    groups = Counter(group for verdict in whole for group in verdict.groups)
-    files = Counter(pattern for verdict in whole for pattern in verdict.patterns)
+    n_before = 0
     for verdict in verdicts:
         # What this step has is not missing, so the count of the others is the count of all.
         n_others = len(with_parts) - bool(verdict.parts)
-        verdict = lacking_parts(verdict, n_others, _of_all(parts, n_others))
+        common = [name for name, number in parts.items() if number == n_others] if n_others else []
+        judged = lacking_parts(verdict, n_others, common)
         if verdict.whole:
-            n_others = len(whole) - 1
-            verdict = lacking_groups(verdict, n_others, _of_all(groups, n_others))
-            verdict = lacking_files(verdict, n_others, _of_all(files, n_others))
-        if marked and verdict.state is State.COMPLETE and verdict.marker is None:
-            verdict = without_marker(verdict, marked)
-        if is_of_save(verdict.marker):
-            marked = verdict.name
-        compared.append(verdict)
+            near = _nearest(whole, n_before)
+            n_before += 1
+            judged = lacking_groups(judged, len(near), common_of(other.groups for other in near))
+            judged = lacking_files(judged, len(near), common_of(other.patterns for other in near))
+        if marked and judged.state is State.COMPLETE and judged.marker is None:
+            judged = without_marker(judged, marked)
+        if is_of_save(judged.marker):
+            marked = judged.name
+        compared.append(judged)
     return tuple(compared)
 
 
-def _of_all(count: Counter[str], n_steps: int) -> list[str]:
-    return [name for name, number in count.items() if number == n_steps] if n_steps else []
+def _nearest(whole: Sequence[Verdict], index: int) -> Sequence[Verdict]:
+    """Return up to MAX_SIBLINGS other steps: older ones, and of an early step newer ones too."""
+    older = whole[max(index - MAX_SIBLINGS, 0) : index]
+    enough = len(older) >= MIN_SIBLINGS
+    return older if enough else [*older, *whole[index + 1 : index + 1 + MAX_SIBLINGS - len(older)]]
+
+
+def common_of(sets: Iterable[Iterable[str]]) -> list[str]:
+    """Return what all of some steps have, sorted."""
+    found = [frozenset(one) for one in sets]
+    return sorted(frozenset.intersection(*found)) if found else []
 
 
 def without_marker(verdict: Verdict, marked: str) -> Verdict:
@@ -76,7 +89,7 @@ def lacking_groups(verdict: Verdict, n_others: int, common: Iterable[str]) -> Ve
     """
     known = resuming_groups() if n_others < MIN_SIBLINGS else None
     lacks = [name for name in common if name not in verdict.groups and (known is None or name in known)]
-    if not lacks or verdict.resumable is False:
+    if not lacks or not verdict.whole or verdict.resumable is False:
         return verdict
     return not_resumable(verdict, lacks, f"which {_others(n_others)} {'has' if n_others == 1 else 'have'}")
 
@@ -84,26 +97,26 @@ def lacking_groups(verdict: Verdict, n_others: int, common: Iterable[str]) -> Ve
 def lacking_files(verdict: Verdict, n_others: int, common: Collection[str]) -> Verdict:
     """Return the verdict on a whole step beside others, which all have files of the patterns `common` beside them."""
     lacks = sorted(set(common) - set(verdict.patterns))
-    if not lacks or verdict.resumable is False:
+    if not lacks or not verdict.whole or verdict.resumable is False:
         return verdict
-    told = n_others >= MIN_SIBLINGS
+    told = n_others >= MIN_SIBLINGS and not verdict.resume.framework  # what that trainer needs is there
     message = f"{listed(lacks, 3)} {'is' if len(lacks) == 1 else 'are'} missing, which {_others(n_others)} "
     message += "has" if n_others == 1 else "have"
     step = "If it belongs to a step, the save died before it was done: resume from another one."
     severity = Severity.ERROR if told else Severity.WARNING
-    finding = Finding.of("missing-side-file", message, lacks[0], next_step=step, severity=severity)
+    finding = Finding.of("unlike-siblings", message, lacks[0], next_step=step, severity=severity)
     return _with(verdict, State.INCOMPLETE if told else verdict.state, [finding])
 
 
 def not_resumable(verdict: Verdict, lacks: Sequence[str], why: str) -> Verdict:
     """Return the verdict on a whole step that a job cannot go on from as it was: it lacks something."""
-    message = f"it has no {listed(lacks, 3)}, {why}: a resume would start that anew"
+    message = f"it lacks {listed(lacks, 3)}, {why}: a resume would start that anew"
     resume = Resume(verdict.resume.framework, False, tuple(lacks))
     return _with(verdict._replace(resume=resume), verdict.state, [Finding.of("not-resumable", message)])
 
 
 def _others(n_others: int) -> str:
-    return "the other step" if n_others == 1 else f"all {n_others:,} other steps"
+    return "the step beside it" if n_others == 1 else f"the {n_others:,} steps beside it"
 
 
 def _with(verdict: Verdict, state: State, findings: Sequence[Finding]) -> Verdict:
