@@ -255,6 +255,7 @@ def test_paths_in_chained_urls_stay_chained(head, tmp_path):
         location.storage.read("other", 0, 1)
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_storage_that_a_signal_left_half_made_is_silent(capsys):
     half = local.LocalStorage.__new__(local.LocalStorage)
     del half
