@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import io
 import json
-import lzma
 import re
-import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import IO, NamedTuple
 
 from dcptool.checkpoint.findings import Finding, unsafe_pickle
 from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checks.check import Level, check
 from dcptool.checks.files import GET_LFS_FILES
-from dcptool.copying.pool import Pool
 from dcptool.errors import DcptoolError, MetadataError, StorageError
 from dcptool.formats.detect import open_part
 from dcptool.formats.safetensors.header import LFS_START
@@ -42,10 +37,6 @@ _SMALL_NBYTES = 64 << 10
 """What is read at once of a file: all of most."""
 _MAX_PARSED_NBYTES = 1 << 20
 _MAX_PICKLE_NBYTES = 64 << 20
-_ZIP_ERRORS = (
-    zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError, ValueError, OSError
-)  # fmt: skip
-_PIECE_NBYTES = 1 << 20
 _AGAIN = "Copy it again from where it was saved, or resume from another step."
 
 
@@ -76,8 +67,12 @@ def look_at(storage: Storage, files: Mapping[str, int], level: Level, threads: i
     """
     names = sorted(files)
     known = [name for name in names if name.endswith(_KNOWN)]
-    with Pool(threads) as pool:
-        found = dict(pool.run(lambda name: _problems(storage, name, files[name], level), known))
+    found: dict[str, tuple[bool, Sequence[Finding]]] = {}
+    if known:
+        from dcptool.copying.pool import Pool
+
+        with Pool(threads) as pool:
+            found = dict(pool.run(lambda name: _problems(storage, name, files[name], level), known))
     unproven = [name for name in names if not found.get(name, (False,))[0]]
     findings = tuple(finding for _, problems in found.values() for finding in problems)
     return SideFiles(tuple(names), findings, len(unproven), sum(files[name] for name in unproven))
@@ -137,16 +132,14 @@ def _json_problems(file: IO[bytes], name: str, nbytes: int) -> list[Finding]:
 
 
 def _zip_problems(storage: Storage, file: IO[bytes], name: str, nbytes: int, level: Level) -> list[Finding]:
-    try:
-        archive = zipfile.ZipFile(file)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+    from dcptool.checks.zips import damaged_record, is_of_torch, opened
+
+    archive = opened(file)
+    if archive is None:
         return [_cut(name, f"is cut short: {nbytes_words(nbytes)} of a zip without the directory at its end")]
-    problems: list[Finding] = []
-    if level >= Level.RECORDS and any(member.endswith("data.pkl") for member in archive.namelist()):
-        problems += _of_torch(storage, name)
-    if level >= Level.DEEP and not problems:
-        problems += _crc_problems(archive, name)
-    return problems
+    problems = _of_torch(storage, name) if level >= Level.RECORDS and is_of_torch(archive) else []
+    damage = damaged_record(archive) if level >= Level.DEEP and not problems else ""
+    return [*problems, _wrong(name, f"is damaged in its record {damage}")] if damage else problems
 
 
 def _of_torch(storage: Storage, name: str) -> list[Finding]:
@@ -160,22 +153,6 @@ def _of_torch(storage: Storage, name: str) -> list[Finding]:
     except DcptoolError:
         return []
     return [finding for finding in found if finding.is_error and finding.traits.effect is Effect.UNSAFE]
-
-
-def _crc_problems(archive: zipfile.ZipFile, name: str) -> list[Finding]:
-    """Read all records of a zip; the first whose CRC32 or header is wrong is told."""
-    for member in archive.infolist():
-        if not member.CRC:  # torch with CRC32 switched off
-            continue
-        try:
-            with archive.open(member) as record:
-                for _ in iter(partial(record.read, _PIECE_NBYTES), b""):
-                    pass
-        except StorageError:
-            raise
-        except _ZIP_ERRORS as error:
-            return [_wrong(name, f"is damaged in its record {member.filename}: {error}")]
-    return []
 
 
 def _pickle_problems(file: IO[bytes], name: str, nbytes: int, level: Level) -> list[Finding]:

@@ -16,20 +16,17 @@ from typing import Any
 
 from dcptool.pickles.standins import Global, Node, qualified_name
 
-_REACHING = re.compile(
-    r"("
-    r"_io|_operator|_pickle|_pytest|_thread|_winapi|aiohttp|ast|asyncio|atexit|bdb|builtins"
-    r"|cPickle|cProfile|cloudpickle|code|codeop|commands|concurrent|crypt|ctypes|curses|dill"
-    r"|dis|distutils|doctest|ensurepip|fabric|faulthandler|fcntl|fileinput|ftplib|gc|glob|grp"
-    r"|http|httplib|httpx|idlelib|imaplib|importlib|inspect|invoke|io|joblib|lib2to3|linecache"
-    r"|marshal|mmap|msvcrt|multiprocessing|nntplib|nose|nt|ntpath|operator|os|paramiko|pdb"
-    r"|pickle|pickletools|pip|pkg_resources|pkgutil|popen2|poplib|posix|posixpath|profile|psutil"
-    r"|pty|pwd|pytest|readline|requests|resource|rlcompleter|runpy|setuptools|sh|shelve|shutil"
-    r"|smtplib|socket|socketserver|ssl|subprocess|symtable|sys|syslog|telnetlib|tempfile"
-    r"|threading|timeit|trace|tracemalloc|tty|types|unittest|urllib|urllib2|venv|webbrowser"
-    r"|win32api|winreg|xmlrpc|zipimport"
-    r")(\..*)?"
-)
+_NAMES = """
+    _io _operator _pickle _pytest _thread _winapi aiohttp ast asyncio atexit bdb builtins cPickle cProfile
+    cloudpickle code codeop commands concurrent crypt ctypes curses dill dis distutils doctest ensurepip fabric
+    faulthandler fcntl fileinput ftplib gc glob grp http httplib httpx idlelib imaplib importlib inspect invoke io
+    joblib lib2to3 linecache marshal mmap msvcrt multiprocessing nntplib nose nt ntpath operator os paramiko pdb
+    pickle pickletools pip pkg_resources pkgutil popen2 poplib posix posixpath profile psutil pty pwd pytest
+    readline requests resource rlcompleter runpy setuptools sh shelve shutil smtplib socket socketserver ssl
+    subprocess symtable sys syslog telnetlib tempfile threading timeit trace tracemalloc tty types unittest urllib
+    urllib2 venv webbrowser win32api winreg xmlrpc zipimport
+"""
+_REACHING = frozenset(_NAMES.split())
 """Modules that reach the system, the interpreter or other pickles, with all below them."""
 _FINE = re.compile(
     r"builtins\.(set|frozenset|list|dict|tuple|slice|x?range|complex|bytearray|bytes|int|float|str|bool|object|type"
@@ -99,7 +96,7 @@ class Calls:
 
 
 def _reaches(name: str) -> bool:
-    return _REACHING.fullmatch(name) is not None and not _FINE.fullmatch(name)
+    return name.partition(".")[0] in _REACHING and not _FINE.fullmatch(name)
 
 
 def _is_class(name: str) -> bool:
