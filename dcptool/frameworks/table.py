@@ -5,12 +5,13 @@ from __future__ import annotations
 from dcptool.frameworks.accelerate import ACCELERATE
 from dcptool.frameworks.lightning import LIGHTNING
 from dcptool.frameworks.megatron import MEGATRON
+from dcptool.frameworks.nemo import NEMO
 from dcptool.frameworks.olmo import OLMO
 from dcptool.frameworks.profile import Profile, SavedStep
 from dcptool.frameworks.torchtitan import TORCHTITAN
 from dcptool.frameworks.trainer import TRAINER
 
-PROFILES = (LIGHTNING, TRAINER, ACCELERATE, MEGATRON, OLMO, TORCHTITAN)
+PROFILES = (LIGHTNING, TRAINER, ACCELERATE, MEGATRON, NEMO, OLMO, TORCHTITAN)
 """In the order in which they are asked."""
 
 

@@ -56,7 +56,7 @@ def test_as_it_was_saved_it_is_whole_and_can_be_resumed_from(trainer, level):
 
 
 def test_every_profile_has_a_source_and_a_page():
-    assert {profile.name for profile in PROFILES} - set(STEPS) == {"OLMo-core"}
+    assert {profile.name for profile in PROFILES} - set(STEPS) == {"OLMo-core", "NeMo"}
     page = (FOREIGN.parents[1] / "docs" / "verify.md").read_text()
     for profile in PROFILES:
         assert profile.source
@@ -282,6 +282,31 @@ def test_healthy_steps_raise_no_alarm(case, tmp_path):
             shutil.copy(FOREIGN / "trainer_fsdp2" / "checkpoint-2" / "scheduler.pt", path)
     verdict = verdict_on(tmp_path / "run" / name, Level.DEEP)
     assert (verdict.state, verdict.resume.framework, verdict.resumable) == (State.COMPLETE, trainer, resumable)
+
+
+def test_nemo_keeps_megatrons_step_in_weights(tmp_path):
+    folder = tmp_path / "gpt--val_loss=2.1-epoch=0-last"
+    shutil.copytree(FOREIGN / "megatron_tp2" / "iter_0000010", folder / "weights")
+    (folder / "context").mkdir()
+    (folder / "context" / "io.json").write_text("{}")
+    verdict = verdict_on(folder, Level.DEEP)
+    assert (verdict.state, verdict.resume.framework, verdict.resumable) == (State.COMPLETE, "NeMo", True)
+    (folder / "weights" / "common.pt").unlink()
+    assert "weights/common.pt is missing" in verdict_on(folder).reason
+
+
+def test_olmo_writes_the_version_last(tmp_path):
+    folder = tmp_path / "step5"
+    shutil.copytree(FOREIGN / "torchtitan_dcp" / "checkpoint" / "step-2", folder / "model_and_optim")
+    (folder / "train").mkdir()
+    for rank in (0, 1):
+        shutil.copy(FOREIGN / "trainer_fsdp2" / "checkpoint-2" / "scheduler.pt", folder / "train" / f"rank{rank}.pt")
+    assert ".metadata.json is missing" in verdict_on(folder).reason
+    (folder / ".metadata.json").write_text('{"version": "2"}')
+    verdict = verdict_on(folder)
+    assert (verdict.state, verdict.resume.framework) == (State.COMPLETE, "OLMo-core")
+    shutil.rmtree(folder / "train")
+    assert "train/rank0.pt is missing: the trainer's state" in verdict_on(folder).reason
 
 
 def test_lightnings_fsdp_names_its_model_as_everybody(tmp_path):
