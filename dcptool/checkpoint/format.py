@@ -6,7 +6,7 @@ A format's own package makes the value; `formats.table` adds how it is recognise
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def _no(name: str) -> bool:
@@ -17,8 +17,7 @@ def _unknown(*subjects: object) -> None:
     return None
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """One on-disk format.
 
     Attributes:
@@ -63,8 +62,7 @@ class Format:
         return self.name
 
 
-@dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """What sets one checkpoint apart from others of its format: the software that wrote it does something of its own.
 
     Attributes:
