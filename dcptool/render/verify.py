@@ -12,7 +12,7 @@ from dcptool.ops.verify.verdict import State, Verdict
 from dcptool.ops.verify.verify import VerifyReport
 from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.text import table
-from dcptool.words import fields_of, nbytes, plural, shown
+from dcptool.words import fields_of, listed, nbytes, plural, shown
 
 SCHEMA = 1
 _ALSO = {
@@ -103,10 +103,8 @@ def _checked(verdict: Verdict) -> str:
 
 def _beside(verdict: Verdict) -> str:
     side = verdict.side_files
-    unproven = (
-        f", {side.n_unproven:,} of them ({nbytes(side.unproven_nbytes)}) without checksums" if side.n_unproven else ""
-    )
-    return plural(len(side.names), "file") + unproven
+    unproven = f"; {side.n_unproven:,} ({nbytes(side.unproven_nbytes)}) without checksums" if side.n_unproven else ""
+    return shown(listed(side.names, 3)) + unproven
 
 
 def _marker_word(marker: Marker | None) -> str:

@@ -15,7 +15,7 @@ import dcptool
 from dcptool.checks.check import Level
 from dcptool.frameworks.table import PROFILES
 from dcptool.ops.verify.verdict import State, VerifyOptions, judge
-from tests.conftest import FOREIGN
+from tests.conftest import FOREIGN, run
 
 pytestmark = pytest.mark.torchfree
 STEPS = {
@@ -319,3 +319,13 @@ def test_lightnings_fsdp_names_its_model_as_everybody(tmp_path):
     assert verdict_on(folder).resumable is True
     save(tmp_path / "model.ckpt", {"model": {"w": torch.ones(3)}, "optim": {"lr": 0.1}})
     assert verdict_on(tmp_path / "model.ckpt").state is State.COMPLETE  # somebody else's
+
+
+def test_verify_says_who_saved_it_and_what_lies_beside():
+    text = run("verify", FOREIGN / STEPS["transformers Trainer"][0]).stdout
+    assert "saved by" in text
+    assert "rng_state_0.pth, rng_state_1.pth, scheduler.pt and 1 more; 1 (1.06 kB) without checksums" in text
+    done = json.loads(run("verify", "--json", FOREIGN / STEPS["transformers Trainer"][0]).stdout)
+    [verdict] = done["checkpoints"]
+    assert (verdict["framework"], verdict["resumable"], verdict["lacks"]) == ("transformers Trainer", True, [])
+    assert verdict["side_files"]["n_unproven"] == 1
