@@ -16,6 +16,7 @@ from dcptool.formats.marker import is_of_save, marker_in
 from dcptool.ops.verify.siblings import (
     MAX_SIBLINGS,
     common_of,
+    has_optimizer,
     lacking_files,
     lacking_groups,
     lacking_parts,
@@ -137,7 +138,7 @@ def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[str], opti
     siblings = [found for name in older[:MAX_SIBLINGS] if (found := _sibling(storage, name, options.marker))]
     verdict = lacking_parts(verdict, len(siblings), common_of(found.parts for found in siblings))
     verdict = lacking_files(verdict, len(siblings), common_of(found.patterns for found in siblings))
-    if verdict.state is State.COMPLETE and verdict.resumable is not False and not _has_optimizer(verdict.groups):
+    if verdict.state is State.COMPLETE and verdict.resumable is not False and not has_optimizer(verdict.groups):
         groups = [found.groups(storage) for found in siblings]
         verdict = lacking_groups(verdict, len(siblings), common_of(groups))
     if verdict.state is State.COMPLETE and verdict.marker is None:
@@ -172,8 +173,3 @@ def _sibling(storage: Storage, step: str, marker: str) -> _Sibling | None:
         return _Sibling(step, parts, patterns_of(list_files(location), marker)) if parts else None
     except DcptoolError:
         return None
-
-
-def _has_optimizer(groups: Sequence[str]) -> bool:
-    """Tell whether an optimizer is there by its name, so that older steps' metadata need not be read to compare."""
-    return any("optim" in group.lower() for group in groups)

@@ -95,3 +95,14 @@ def test_latest_and_verify_compare_with_the_same_steps(tmp_path):
         shutil.copy(FOREIGN / "accelerate_fsdp2" / "scheduler.bin", tmp_path / "run" / f"step-{number}" / "s.bin")
     assert dcptool.verify(tmp_path / "run").verdicts[-1].state.value == "incomplete"
     assert find_latest(tmp_path / "run").path == str(tmp_path / "run" / "step-4")
+
+
+def test_state_that_a_job_no_longer_keeps_is_not_lacking(tmp_path):
+    pytest.importorskip("torch")
+    from tests.ranks import save
+
+    for number in (1, 2, 3):
+        save(tmp_path / "run" / f"step-{number}", {"model": {"w": 1}, "optim": {"lr": 0.1}, "ema": {"w": 1}})
+    save(tmp_path / "run" / "step-4", {"model": {"w": 1}, "optim": {"lr": 0.1}})
+    assert dcptool.verify(tmp_path / "run").verdicts[-1].resumable is None
+    assert find_latest(tmp_path / "run").path == str(tmp_path / "run" / "step-4")

@@ -85,13 +85,19 @@ def lacking_parts(verdict: Verdict, n_others: int, common: Iterable[str]) -> Ver
 def lacking_groups(verdict: Verdict, n_others: int, common: Iterable[str]) -> Verdict:
     """Return the verdict on a whole step beside others, which all have entries whose names begin with `common`.
 
-    One other is enough for groups of which some trainer's profile says that only its weights-only saves lack them.
+    Only one without an optimizer lacks what a resume needs if they have one; any other group may come and go. One other
+    is enough for groups of which some trainer's profile says that only its weights-only saves lack them.
     """
     known = resuming_groups() if n_others < MIN_SIBLINGS else None
     lacks = [name for name in common if name not in verdict.groups and (known is None or name in known)]
-    if not lacks or not verdict.whole or verdict.resumable is False:
+    if has_optimizer(verdict.groups) or not has_optimizer(lacks) or not verdict.whole or verdict.resumable is False:
         return verdict
     return not_resumable(verdict, lacks, f"which {_others(n_others)} {'has' if n_others == 1 else 'have'}")
+
+
+def has_optimizer(groups: Iterable[str]) -> bool:
+    """Tell by its name whether one of some groups of entries is an optimizer's."""
+    return any("optim" in group.lower() for group in groups)
 
 
 def lacking_files(verdict: Verdict, n_others: int, common: Collection[str]) -> Verdict:
