@@ -29,7 +29,7 @@ _exclude = click.option(
 def _remembered(option: str, words: str) -> Callable[[Command], Command]:
     """Return a flag that no command is given; `wants_json` and `is_quiet` tell it."""
 
-    def remember(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    def remember(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
         ctx.meta[option] = value
 
     return click.option(option, is_flag=True, expose_value=False, callback=remember, help=words)

@@ -14,6 +14,7 @@ from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import KINDS, Kind, Severity
 from dcptool.frameworks.profile import RANK
 from dcptool.frameworks.table import PROFILES
+from dcptool.ops.verify.verdict import State
 from tests.conftest import ROOT
 
 ROW = re.compile(r"\| (R\d\d) \| (.+?) \| (.+) \|")
@@ -169,3 +170,31 @@ def test_only_a_kind_of_the_table_can_be_found():
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Finding"
     ]
     assert made == [], "made by Finding.of, which looks into the table"
+
+
+def documented_tuples() -> list[ast.ClassDef]:
+    """Classes of values whose docstring lists their attributes, in all modules."""
+    trees = (ast.parse(path.read_text()) for path in (ROOT / "dcptool").rglob("*.py"))
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    return [
+        node
+        for node in classes
+        if "Attributes:" in (ast.get_docstring(node) or "")
+        and any(isinstance(base, ast.Name) and base.id == "NamedTuple" for base in node.bases)
+    ]
+
+
+def test_where_attributes_are_listed_none_is_left_out():
+    left_out = []
+    for node in documented_tuples():
+        listed = (ast.get_docstring(node) or "").partition("Attributes:")[2]
+        fields = [item.target.id for item in node.body if isinstance(item, ast.AnnAssign)]  # type: ignore[union-attr]
+        left_out += [f"{node.name}.{name}" for name in fields if not re.search(rf"\b{name}\b", listed)]
+    assert left_out == []
+
+
+def test_the_states_in_the_pages_are_those_there_are():
+    said = (ROOT / "docs" / "json.md").read_text()
+    [line] = [line for line in said.splitlines() if '"state": "complete | unmarked' in line]
+    assert set(re.findall(r"[a-z-]+", line.partition(":")[2])) == {state.value for state in State}
+    assert all(f"`{state.value}`" in (ROOT / "docs" / "verify.md").read_text() for state in State)

@@ -342,6 +342,8 @@ def _unopened(location: Location, name: str, listing: Mapping[str, DirEntry], er
     """Return what it means that a part did not open."""
     path = join(location.path, name)
     message, step = error.message.removeprefix(f"{path}: "), error.next_step
+    if name:  # which is said already
+        message = message.removeprefix(f"{path}/")
     kind = "bad-metadata"
     if isinstance(error, CheckpointNotFoundError) or _is_metadata_empty(listing, name):
         kind = "no-metadata"
