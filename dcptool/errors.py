@@ -69,7 +69,9 @@ class UnsafePickleError(MetadataError):
 
 
 class StorageError(DcptoolError, OSError):
-    """The file system or object store refused or failed an operation."""
+    """The file system or object store refused or failed an operation; `gone`: what was asked for is not there."""
+
+    gone = False
 
 
 class ItemError(DcptoolError, ValueError):
@@ -89,7 +91,12 @@ class OutputExistsError(DcptoolError, FileExistsError):
 
 
 class TrainingError(DcptoolError, RuntimeError):
-    """A training job could not save or restore; every rank raises it, with what went wrong on which."""
+    """A training job could not save or restore; every rank raises it, with what went wrong on which.
+
+    `unreadable`: a file system or store would not give something out, which may be whole.
+    """
+
+    unreadable = False
 
 
 class WorkerError(DcptoolError, RuntimeError):

@@ -40,6 +40,18 @@ def nbytes(count: int) -> str:
     return f"{count / 1000**power:.3g} {units[power - 1]}"
 
 
+def span(seconds: float) -> str:
+    """Return a length of time in its largest unit.
+
+    >>> span(40), span(90), span(7_200), span(200_000)
+    ('40 s', '2 min', '2 h', '2 d')
+    """
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def plural(count: int, noun: str) -> str:
     """Return a count with its noun: `1 file`, `2,000 files`, `2 entries`."""
     if count != 1:

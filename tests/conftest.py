@@ -163,6 +163,7 @@ def s3_server():
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
+    server._server.app = _refusing(server._server.app)
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
     server.stop()
@@ -176,6 +177,33 @@ def commands(tmp_path_factory):
     found = Commands(tmp_path_factory.mktemp("commands"))
     yield found
     found.close()
+
+
+REFUSED: dict[str, str] = {}
+"""Ends of paths the S3 server of the tests answers with this status instead of what it has, such as "503 Slow Down"."""
+
+
+def _refusing(app: Callable[..., Any]) -> Callable[..., Any]:
+    """A WSGI application that refuses what REFUSED says."""
+
+    def refuse(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        path = environ["PATH_INFO"]
+        status = next((status for end, status in REFUSED.items() if path.endswith(end)), None)
+        if status is None or environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return app(environ, start_response)
+        code = status.partition(" ")[2].replace(" ", "")
+        body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+        start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+        return [body]
+
+    return refuse
+
+
+@pytest.fixture
+def refused():
+    """Ends of paths that the S3 server refuses, with the status it answers."""
+    yield REFUSED
+    REFUSED.clear()
 
 
 @pytest.fixture

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint.kinds import KINDS, Effect, Kind, Severity
+from dcptool.errors import StorageError
 from dcptool.words import listed
 
 MAX_NAMED = 3
+LOOK_AGAIN = "It may be whole: look again when it can be read."
 DO_NOT_LOAD = "Do not load it with torch; nothing of it was imported or executed here."
 
 
@@ -75,6 +77,11 @@ def unsafe_pickle(names: Sequence[str], what: str, *where: Any) -> list[Finding]
         return []
     message = f"{what} runs code when it is loaded: it calls or names {listed(names, MAX_NAMED)[:300]}"
     return [Finding.of("unsafe-pickle", message, *where, next_step=DO_NOT_LOAD)]
+
+
+def cannot_be_read(error: StorageError, *where: Any, message: str = "") -> Finding:
+    """Return the finding that the storage would not give something out; `where` and `message` as of a `Finding`."""
+    return Finding.of("unreadable", message or error.message, *where, next_step=error.next_step or LOOK_AGAIN)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

@@ -30,6 +30,8 @@ class Effect(str, Enum):
     """Something that is there is wrong."""
     INCOMPLETE = "incomplete"
     """Something is not there."""
+    UNREADABLE = "unreadable"
+    """The file system or object store would not give something out: nothing is known to be wrong."""
     UNREAD = "other"
     """Something cannot be looked into here: nothing is known of it."""
     UNMARKED = "unmarked"
@@ -112,7 +114,11 @@ KINDS = {
     "wrong-item": _error("an item has another dtype or shape than the metadata says"),
     "damaged-item": _error("an item cannot be understood, or its bytes were changed"),
     "wrong-crc": _error("the bytes of a record do not have the CRC32 that was stored"),
-    "unreadable": _error("something cannot be read: no permission, an I/O error", may_be_whole=True),
+    "unreadable": _error(
+        "something cannot be read: no permission, an I/O error, a store that refuses",
+        Effect.UNREADABLE,
+        may_be_whole=True,
+    ),
     "unsupported-item": _error("an item cannot be looked into here", Effect.UNREAD, may_be_whole=True),
     "not-verifiable": _note("items are stored without checksums"),
     # The chunks of a tensor.
@@ -193,4 +199,6 @@ KINDS = {
     "wrong-pointer": _warning("a pointer names a step that is not complete"),
     "dangling-pointer": _warning("a pointer names a step that is not there"),
     "unreadable-pointer": _warning("a pointer cannot be read"),
+    # Of a run: what was saved last.
+    "order-unclear": _warning("a step was written long after one with a higher number"),
 }

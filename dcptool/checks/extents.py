@@ -10,7 +10,7 @@ from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Chunk, Extent, whereabouts
-from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.findings import Finding, cannot_be_read
 from dcptool.checkpoint.items import FileItems, Placed, name_of
 from dcptool.errors import StorageError
 
@@ -85,7 +85,7 @@ def edge_problems(checkpoint: Checkpoint, by_file: FileItems, known: Collection[
             try:
                 wrong = checkpoint.source.edge_problem(placed.item) if placed.chunk is not None else ""
             except StorageError as error:
-                problems.append(Finding.of("unreadable", str(error), file))
+                problems.append(cannot_be_read(error, file))
                 break
             if wrong and placed.chunk is not None:
                 message = f"{file}: {name_of(placed)}: {wrong}"

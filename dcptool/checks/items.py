@@ -15,7 +15,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry, require_box
 from dcptool.checkpoint.extents import Record, place_words, whereabouts
 from dcptool.checkpoint.fill import crc32
-from dcptool.checkpoint.findings import Finding, unsafe_pickle
+from dcptool.checkpoint.findings import LOOK_AGAIN, Finding, unsafe_pickle
 from dcptool.checkpoint.items import FileItems, Placed, name_of
 from dcptool.checkpoint.kinds import Effect
 from dcptool.errors import DcptoolError, ItemError, StorageError, UnsupportedError
@@ -28,6 +28,11 @@ RANGE_NBYTES = 64 << 20
 """A thread takes so many bytes of a file at a time."""
 MAX_PER_FILE = 1_000
 """Findings of one file that are told one by one."""
+_MORE = {
+    Effect.UNREAD: ("unsupported-item", "cannot be looked into"),
+    Effect.UNREADABLE: ("unreadable", "cannot be read"),
+}
+"""By the effect of findings that are only counted: their kind, and what is said."""
 
 
 class Tally(NamedTuple):
@@ -92,10 +97,9 @@ def item_problems(
         by_name.setdefault(items.file, []).extend(found)
     problems = [finding for found in by_name.values() for finding in found[:MAX_PER_FILE]]
     untold = [(file, finding) for file, found in by_name.items() for finding in found[MAX_PER_FILE:]]
-    counts = Counter((file, finding.traits.effect is Effect.UNREAD) for file, finding in untold)
-    for (file, unsupported), count in counts.items():
-        what = "cannot be looked into" if unsupported else "are damaged"
-        kind = "unsupported-item" if unsupported else "damaged-item"
+    counts = Counter((file, finding.traits.effect) for file, finding in untold)
+    for (file, effect), count in counts.items():
+        kind, what = _MORE.get(effect, ("damaged-item", "are damaged"))
         problems.append(Finding.of(kind, f"{count:,} more items of {file} {what}", file))
     return problems, tally
 
@@ -198,7 +202,9 @@ class _Scan:
         if isinstance(error, UnsupportedError):
             self._add("unsupported-item", placed, error.message, error.next_step or _UNKNOWN)
         else:
-            self._add("unreadable" if isinstance(error, StorageError) else "damaged-item", placed, error.message)
+            unreadable = isinstance(error, StorageError)
+            kind, step = ("unreadable", error.next_step or LOOK_AGAIN) if unreadable else ("damaged-item", "")
+            self._add(kind, placed, error.message, step)
 
     def _add(self, kind: str, placed: Placed, message: str, step: str = "") -> None:
         item = placed.item

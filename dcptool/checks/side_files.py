@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, NamedTuple
 
-from dcptool.checkpoint.findings import Finding, unsafe_pickle
+from dcptool.checkpoint.findings import Finding, cannot_be_read, unsafe_pickle
 from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checks.check import Level, check
 from dcptool.checks.files import GET_LFS_FILES
@@ -104,8 +104,7 @@ def _problems(storage: Storage, name: str, nbytes: int, level: Level) -> tuple[b
         if start.startswith(_PICKLE) and not is_legacy(start):
             return False, _pickle_problems(file, name, nbytes, level)
     except StorageError as error:
-        message = f"{name}: {error.message}"
-        return False, [Finding.of("unreadable", message, name, next_step="It may be whole: look again when it can be.")]
+        return False, [cannot_be_read(error, name)]
     if not any(start[:_START_NBYTES]) and name.endswith(_NEVER_ZEROS):
         return False, [_wrong(name, "begins with zero bytes, as after a crash of the machine that wrote it")]
     return False, []

@@ -13,17 +13,19 @@ from dcptool.cli import options
 @click.argument("run_dir", type=options.PATH)
 @click.option("--deep", is_flag=True, help="Read every byte of the candidates and check every checksum.")
 @click.option("--weights", is_flag=True, help="Take a step that was saved for its weights alone too.")
+@click.option("--skip-unreadable", is_flag=True, help="Pass over a step that cannot be read, which may be whole.")
+@options.by
 @options.require_marker
 @options.require_parts
 @options.marker
 @options.output
-def latest(run_dir: str, deep: bool, weights: bool, **chosen: Any) -> int:
+def latest(run_dir: str, deep: bool, weights: bool, skip_unreadable: bool, **chosen: Any) -> int:
     """Print the path of the newest complete checkpoint of a run that a job can resume from.
 
-    Steps are looked at newest first, by what is in them, whatever pointer files say. Why newer ones were passed over
-    goes to stderr.
+    Steps are looked at newest first, by what is in them, whatever pointer files say. Newest is what was saved last: by
+    the markers that saves leave, else the highest number. Why newer ones were passed over goes to stderr.
 
-    Exits 1 if no step is complete, or there is none.
+    Exits 1 if no step is complete, or there is none; 3 if the newest cannot be read.
     """
     from dcptool.checks.check import Level
     from dcptool.ops.latest import find_latest
@@ -31,7 +33,7 @@ def latest(run_dir: str, deep: bool, weights: bool, **chosen: Any) -> int:
     from dcptool.render.latest import latest_json, latest_lines
 
     level = Level.DEEP if deep else Level.METADATA
-    found = find_latest(run_dir, VerifyOptions(level, **chosen), weights=weights)
+    found = find_latest(run_dir, VerifyOptions(level, **chosen), weights=weights, skip_unreadable=skip_unreadable)
     if not options.is_quiet():
         for line in latest_lines(found):
             click.echo(line, err=True)

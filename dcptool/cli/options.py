@@ -146,6 +146,11 @@ require_parts = click.option(
     callback=lambda ctx, param, value: tuple(name for part in value.split(",") if (name := part.strip().strip("/"))),
     help="Parts a step must have, separated by commas, such as actor,critic,data/data.pt.",
 )
+by = click.option(
+    "--by",
+    type=click.Choice(["number", "time"]),
+    help="Order the steps of a run by their numbers, or by time, alone.  [default: as the markers of saves tell]",
+)
 also = click.option(
     "--also",
     multiple=True,

@@ -16,6 +16,7 @@ from dcptool.cli import options
 @click.option("--archive-every", type=click.IntRange(1), metavar="STEPS", help="Keep every multiple of this too.")
 @click.option("--include-incomplete", is_flag=True, help="Delete incomplete, damaged and unmarked steps too …")
 @click.option("--older-than", type=options.DURATION, help="… that were last written so long ago.")
+@options.by
 @options.require_parts
 @options.require_marker
 @options.marker

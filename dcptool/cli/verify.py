@@ -26,6 +26,7 @@ from dcptool.cli import options
     show_default=True,
     help="A folder without metadata that was written to this lately counts as being saved.",
 )
+@options.by
 @options.also
 @options.threads
 @options.output

@@ -17,9 +17,9 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Record, place_words, whereabouts
 from dcptool.checkpoint.fill import Piece, RecordCheck
-from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.findings import Finding, cannot_be_read
 from dcptool.copying.reading import PartReader, TensorReader, Where
-from dcptool.errors import DcptoolError, ItemError, UnsupportedError
+from dcptool.errors import DcptoolError, ItemError, StorageError, UnsupportedError
 
 
 class PartlyRead(NamedTuple):
@@ -111,14 +111,14 @@ def _damage(source: Checkpoint, found: PartlyRead, message: str) -> Finding:
 
 
 def damaged_item(error: DcptoolError, where: Where) -> Finding:
-    """Return the finding that something stored is damaged, or of a form that cannot be read here."""
+    """Return the finding that something stored is damaged, of a form that cannot be read here, or not given out."""
     fqn, chunk, record = where
     item = chunk.item if chunk else record.item if record else None
     place = place_words(item, fqn, chunk.offsets if chunk else ())
-    unsupported = isinstance(error, UnsupportedError)
-    return Finding.of(
-        "unsupported-item" if unsupported else "damaged-item",
-        f"{place}: {error.message}" if place else error.message,
-        *whereabouts(item, fqn, chunk),
-        error.next_step if unsupported else "",
-    )
+    message = f"{place}: {error.message}" if place else error.message
+    at = whereabouts(item, fqn, chunk)
+    if isinstance(error, StorageError):
+        return cannot_be_read(error, *at, message=message)
+    if isinstance(error, UnsupportedError):
+        return Finding.of("unsupported-item", message, *at, error.next_step)
+    return Finding.of("damaged-item", message, *at)

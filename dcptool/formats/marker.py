@@ -13,7 +13,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.findings import Finding, cannot_be_read
 from dcptool.errors import DcptoolError, StorageError
 from dcptool.storage import Storage
 from dcptool.words import plural
@@ -42,6 +42,8 @@ class Marker(NamedTuple):
         metadata_sha256: SHA-256 of each metadata file, by name.
         files: bytes of every file, by name relative to the marker's folder.
         sha256: SHA-256 of files, empty without checksums.
+        number: of the save in its run: each is higher than all before it; None where no save tells.
+        resumed_from: the step that the job which saved it had gone on from; None if it began anew, or none is known.
     """
 
     name: str
@@ -55,11 +57,13 @@ class Marker(NamedTuple):
     metadata_sha256: Mapping[str, str] = {}
     files: Mapping[str, int] = {}
     sha256: Mapping[str, str] = {}
+    number: int | None = None
+    resumed_from: int | None = None
 
     def document(self) -> bytes:
         """Return the bytes of the marker's file."""
         fields = {name: value for name, value in self._asdict().items() if name != "name" and value not in (None, {})}
-        return json.dumps({"schema": SCHEMA, **fields}, indent=1, sort_keys=False).encode() + b"\n"
+        return json.dumps({"schema": SCHEMA, **fields}, indent=1).encode() + b"\n"
 
 
 def read_marker(storage: Storage, files: Mapping[str, int], name: str = NAME) -> tuple[Marker | None, list[Finding]]:
@@ -95,6 +99,15 @@ def marker_in(storage: Storage, name: str = NAME) -> Marker | None:
     except DcptoolError:
         return None
     return read_marker(storage, files, name)[0]
+
+
+def marked_as(storage: Storage, name: str = NAME) -> Marker | None:
+    """Return dcptool's own marker in a folder, which is not listed; None if there is none, or it cannot be read."""
+    try:
+        nbytes = storage.size(name)
+    except DcptoolError:
+        return None
+    return None if nbytes is None else read_marker(storage, {name: nbytes}, name)[0]
 
 
 def is_marker(storage: Storage, name: str, nbytes: int) -> bool:
@@ -162,7 +175,8 @@ def _is_sound(marker: Marker) -> bool:
         and all(isinstance(table, dict) for table in tables)
         and all(type(nbytes) is int and nbytes >= 0 for nbytes in marker.files.values())
         and all(isinstance(digest, str) for table in (tables[0], tables[2]) for digest in table.values())
-        and all(value is None or type(value) is int for value in (marker.step, marker.world_size))
+        and all(value is None or type(value) is int for value in (marker.step, marker.world_size, marker.resumed_from))
+        and (marker.number is None or (type(marker.number) is int and marker.number > 0))
         and all(value is None or isinstance(value, str) for value in (marker.created, marker.save_id))
         and all(value is None or _is_seconds(value) for value in (marker.save_seconds, marker.blocked_seconds))
     )
@@ -184,7 +198,7 @@ def marker_problems(marker: Marker, storage: Storage, files: Mapping[str, int]) 
         try:
             same = name not in files or sha256(storage, name, files[name]) == digest
         except StorageError as error:
-            return [Finding.of("unreadable", str(error), name)]
+            return [cannot_be_read(error, name)]
         if not same:
             message = f"the marker {marker.name} is of another save than {name}, which has changed since"
             step = f"If the checkpoint is right, write the marker anew: dcptool mark {storage.root}"
@@ -212,7 +226,7 @@ def checksum_problems(marker: Marker, storage: Storage, files: Mapping[str, int]
                 message = f"{name} is not what was marked: its SHA-256 differs from the one in {marker.name}"
                 problems.append(Finding.of("changed-file", message, name))
         except StorageError as error:
-            problems.append(Finding.of("unreadable", str(error), name))
+            problems.append(cannot_be_read(error, name))
     return problems
 
 

@@ -99,9 +99,10 @@ def require_no_part(path: str, checkpoint: Checkpoint, what: str) -> None:
 _WHAT = {
     "other": "cannot be read here",
     "incomplete": "is not whole",
+    "unreadable": "could not be read",
     "unsafe": "runs code when it is loaded",
 }
-_HINTS = {"other": "", "unsafe": "--trust takes it all the same."}
+_HINTS = {"other": "", "unreadable": "", "unsafe": "--trust takes it all the same."}
 """In place of leaving something out."""
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
-from dcptool.checkpoint.steps import step_number, step_order
+from dcptool.checkpoint.steps import step_number
 from dcptool.checks.side_files import patterns_of
-from dcptool.errors import CheckpointNotFoundError, DcptoolError
+from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError
 from dcptool.formats.detect import find_parts, open_part
 from dcptool.formats.marker import is_of_save, marker_in
 from dcptool.ops.verify.siblings import (
@@ -25,9 +25,12 @@ from dcptool.ops.verify.siblings import (
 from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions
 from dcptool.ops.verify.verify import judge_step
 from dcptool.runs.activity import list_files
-from dcptool.runs.directory import find_runs, listed, require_run
+from dcptool.runs.directory import Run, find_runs, listed, require_run
+from dcptool.runs.order import Save, contradiction, in_order, later_by_time
 from dcptool.runs.pointers import pointer_problems, read_pointers
 from dcptool.storage import Location, Storage, join, locate
+
+_UNREADABLE = "It may be whole: look again when it can be read; --skip-unreadable takes an older one."
 
 
 class Step(NamedTuple):
@@ -47,6 +50,7 @@ class Latest(NamedTuple):
         skipped: verdicts on the newer ones, newest first.
         pointers: what pointer files and links say that is not so.
         problem: why there is no run to look at: no steps, or several runs; "" if there is one.
+        order: that an older complete step was written long after the answer, if one was.
     """
 
     run: str
@@ -54,6 +58,7 @@ class Latest(NamedTuple):
     skipped: tuple[Verdict, ...]
     pointers: tuple[Finding, ...]
     problem: str = ""
+    order: tuple[Finding, ...] = ()
 
     @property
     def path(self) -> str | None:
@@ -84,9 +89,11 @@ def find_latest(
     *,
     before: str | None = None,
     weights: bool = False,
+    skip_unreadable: bool = False,
 ) -> Latest:
-    """Find the newest complete step of a run directory that a job can resume from, newest first.
+    """Find the newest complete step of a run directory that a job can resume from.
 
+    Newest is what was saved last, by the markers of saves, or else has the highest number; see `VerifyOptions.by`.
     Every step is judged by what is in it. Of steps older than the answer the markers and the listings are read, and the
     metadata of a few where the answer has no optimizer. If no step can be resumed from, the newest complete one it is.
 
@@ -95,13 +102,14 @@ def find_latest(
         options: how closely to look, and what is asked; see `VerifyOptions`.
         before: name of a step; only what stands before it is looked at.
         weights: whether the newest complete step is wanted even if it was saved for its weights alone.
+        skip_unreadable: whether a step that cannot be read is passed over for an older one.
 
     Returns:
         The newest complete step, why newer ones were passed over, and what pointers say that is not so.
 
     Raises:
         CheckpointNotFoundError: there is no such directory.
-        StorageError: it cannot be listed.
+        StorageError: it cannot be listed; or the newest step cannot be read, which says nothing against it.
     """
     location = locate(run_dir)
     if location.file is not None:
@@ -114,7 +122,9 @@ def find_latest(
     storage = locate(run.path).storage
     skipped: list[Verdict] = []
     answer: Verdict | None = None
-    newest_first = [name for name in run.steps[::-1] if before is None or step_order(name) < step_order(before)]
+    saves = in_order(run, options.marker, options.by)
+    names = [save.name for save in saves]
+    newest_first = names[: names.index(before) if before in names else len(names)][::-1]
     for position, name in enumerate(newest_first):
         verdict = judge_step(run, name, options)
         if verdict is None:  # deleted meanwhile
@@ -123,12 +133,25 @@ def find_latest(
         if verdict.state is State.COMPLETE and (weights or verdict.resumable is not False):
             answer = verdict
             break
+        if verdict.state is State.UNREADABLE and not skip_unreadable:
+            raise StorageError(f"{verdict.path} could not be read: {verdict.reason}", next_step=_UNREADABLE)
         skipped.append(verdict)
     if answer is None:
         answer = next((verdict for verdict in skipped if verdict.state is State.COMPLETE), None)
         skipped = skipped[: skipped.index(answer)] if answer else skipped
     pointers = pointer_problems(run, read_pointers(run), answer.name if answer else None)
-    return Latest(run.path, answer, tuple(skipped), tuple(pointers))
+    order = _order_notes(run, answer, saves, options) if answer and not options.by else ()
+    return Latest(run.path, answer, tuple(skipped), tuple(pointers), order=order)
+
+
+def _order_notes(run: Run, answer: Verdict, saves: Sequence[Save], options: VerifyOptions) -> tuple[Finding, ...]:
+    """Return that a complete step was written long after the answer, though its number is lower, if one was."""
+    newest = next(save for save in saves if save.name == answer.name)
+    for later in later_by_time(run, saves, answer.name, options.marker)[:MAX_SIBLINGS]:
+        verdict = judge_step(run, later.name, options)
+        if verdict and verdict.state is State.COMPLETE:
+            return (contradiction(later, newest),)
+    return ()
 
 
 def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[str], options: VerifyOptions) -> Verdict:

@@ -67,7 +67,8 @@ def mark_complete(
     if not verdict.whole:
         named = f" --marker {marker}" if marker != NAME else ""
         hint = f"dcptool verify {'--deep' if checksums else '--records'}{named} {verdict.path}"
-        how = "cannot be checked" if verdict.state is State.OTHER else f"is {verdict.state.value}"
+        unknown = verdict.state in (State.OTHER, State.UNREADABLE)
+        how = "cannot be checked" if unknown else f"is {verdict.state.value}"
         raise ItemError(f"{verdict.path} {how}, not marked: {verdict.reason}", next_step=f"See all: {hint}")
     made = make_marker(location, verdict, marker, checksums)
     location.storage.write(marker, made.document())
@@ -104,4 +105,6 @@ def make_marker(location: Location, verdict: Verdict, name: str, checksums: bool
         metadata_sha256={file: sha256(storage, file, files[file]) for file in files if is_metadata(file)},
         files=files,
         sha256={file: sha256(storage, file, nbytes) for file, nbytes in files.items()} if checksums else {},
+        number=old.number if old else None,
+        resumed_from=old.resumed_from if old else None,
     )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from dcptool.checkpoint.steps import step_order
+from dcptool.checkpoint.findings import Finding
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError, UnsupportedError
 from dcptool.formats.table import vouching
 from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions, judge
@@ -40,10 +40,11 @@ class Decision(NamedTuple):
 
 
 class PrunePlan(NamedTuple):
-    """A decision for every step of a run directory, lowest step first."""
+    """A decision for every step of a run directory, the one saved first first; `notes`: what is odd about the run."""
 
     run: str
     decisions: tuple[Decision, ...]
+    notes: tuple[Finding, ...] = ()
 
     @property
     def removed(self) -> tuple[Decision, ...]:
@@ -70,6 +71,7 @@ def plan_prune(
     now: float = 0.0,
     pointers: Mapping[str, str] | None = None,
     links: Mapping[str, Collection[str]] | None = None,
+    later: Sequence[str] = (),
 ) -> PrunePlan:
     """Decide which steps of a run to delete. Reads nothing.
 
@@ -80,7 +82,7 @@ def plan_prune(
 
     Args:
         run: path of the run directory.
-        verdicts: on all its steps.
+        verdicts: on all its steps, the one saved first first.
         keep: how many of the newest complete steps to keep, at least 1.
         archive_every: keep every complete step whose number is a multiple of this too.
         include_incomplete: delete incomplete, damaged and unmarked steps too.
@@ -88,16 +90,18 @@ def plan_prune(
         now: seconds since the epoch.
         pointers: names of pointer files and links → the step they name.
         links: names of steps → the other steps that links in them lead into.
+        later: steps that were written after the newest complete one, by what times say, the last one first.
 
     Raises:
         ValueError: `keep` or `archive_every` is below 1.
     """
     if keep < 1 or (archive_every is not None and archive_every < 1):
         raise ValueError("keep and archive_every must be at least 1")
-    ordered = sorted(verdicts, key=lambda verdict: step_order(verdict.name))
-    complete = [verdict.name for verdict in ordered if verdict.state is State.COMPLETE]
+    names = [verdict.name for verdict in verdicts]
+    complete = [verdict.name for verdict in verdicts if verdict.state is State.COMPLETE]
     newest = dict(zip(reversed(complete), range(1, keep + 1), strict=False))
-    resumable = [v.name for v in ordered if v.state is State.COMPLETE and v.resumable is not False]
+    newest_by_time = [name for name in later if name in complete][:keep]
+    resumable = [v.name for v in verdicts if v.state is State.COMPLETE and v.resumable is not False]
     named = {target: name for name, target in (pointers or {}).items()}
 
     def decide(verdict: Verdict) -> tuple[bool, str]:
@@ -106,6 +110,8 @@ def plan_prune(
             return True, "newest complete step" if newest[name] == 1 else f"one of the newest {keep} complete steps"
         if name in resumable[-1:]:
             return True, "newest complete step to resume from"
+        if name in newest_by_time:
+            return True, f"written after {complete[-1]}, perhaps by a job that went back to it"
         if name in named:
             return True, f"the pointer {named[name]} names it"
         if state is State.COMPLETE:
@@ -114,6 +120,8 @@ def plan_prune(
             return False, f"older than the newest {keep}"
         if state is State.IN_PROGRESS:
             return True, "it is being written"
+        if state is State.UNREADABLE:
+            return True, "could not be read: left alone"
         if state is State.OTHER:
             return True, "could not be read: left alone" if verdict.parts else "no DCP checkpoint: left alone"
         if not include_incomplete:
@@ -122,7 +130,7 @@ def plan_prune(
             return True, f"{state.value}, but there is no complete step to fall back on"
         if any(finding.traits.may_be_whole for finding in verdict.findings):
             return True, "could not be read: left alone"
-        if state is State.UNMARKED and step_order(name) > step_order(complete[-1]):
+        if state is State.UNMARKED and names.index(name) > names.index(complete[-1]):
             return True, "whole and newer than the newest complete step: mark it, or delete it yourself"
         if verdict.written is None or now - verdict.written < older_than:
             return True, f"{state.value}, but written too lately"
@@ -130,7 +138,7 @@ def plan_prune(
 
     decisions = [
         Decision(verdict.name, *decide(verdict), verdict.state, verdict.nbytes, verdict.n_files, verdict.written)
-        for verdict in ordered
+        for verdict in verdicts
     ]
     return PrunePlan(run, tuple(_keep_linked(decisions, links or {})))
 
@@ -174,9 +182,10 @@ def make_plan(
         raise UnsupportedError(listed(location.path, runs))
     run = runs[0]
     storage = locate(run.path).storage
-    return plan_prune(
+    report = verify(run_dir, options)
+    plan = plan_prune(
         run.path,
-        verify(run_dir, options).verdicts,
+        report.verdicts,
         keep,
         archive_every=archive_every,
         include_incomplete=include_incomplete,
@@ -184,7 +193,9 @@ def make_plan(
         now=now,
         pointers=_pointers(run),
         links={name: links_into(storage, name, run.steps) for name in run.steps},
+        later=report.later,
     )
+    return plan._replace(notes=report.notes)
 
 
 def _pointers(run: Run) -> Mapping[str, str]:
@@ -217,7 +228,7 @@ def links_into(storage: Storage, step: str, steps: Collection[str]) -> set[str]:
 
 
 def delete_steps(plan: PrunePlan, options: VerifyOptions = DEFAULTS) -> Deleted:
-    """Delete the steps that a plan removes, lowest first, looking again at each just before.
+    """Delete the steps that a plan removes, the one saved first first, looking again at each just before.
 
     A step's marker and metadata go first, so that one half deleted never looks complete. A step is left alone if it
     changed since the plan was made, if a pointer or a link in a kept step leads to it now, or if no kept step that is
@@ -277,7 +288,7 @@ class _Look:
             return f"links in {user} lead into it"
         whole = decision.state in (State.COMPLETE, State.UNMARKED)
         others = [other.name for other in kept if other.state is State.COMPLETE]
-        safe = [other for other in others if not whole or step_order(other) > step_order(name)]
+        safe = [other for other in others if not whole or self._names.index(other) > self._names.index(name)]
         if not any(self._is_complete(other) for other in reversed(safe)):
             return f"no {'newer ' * whole}step that is kept is complete any more"
         return ""

@@ -22,6 +22,7 @@ def latest_json(latest: Latest) -> dict[str, Any]:
         "step": latest.verdict.step if latest.verdict else None,
         "skipped": [verdict_json(verdict) for verdict in latest.skipped],
         "pointers": [finding_json(finding) for finding in latest.pointers],
+        "order": [finding_json(finding) for finding in latest.order],
         "warnings": [finding_json(finding) for finding in latest.warnings],
         "problem": latest.problem or None,
     }
@@ -40,6 +41,8 @@ def latest_lines(latest: Latest) -> list[str]:
     answer = latest.verdict.name if latest.verdict else ""
     lines += [f"warning: {shown(answer)}: {shown(finding.message)}" for finding in latest.warnings]
     lines += [f"{finding.severity.value}: {shown(finding.message)}" for finding in latest.pointers]
+    for finding in latest.order:
+        lines += [f"WARNING: {shown(finding.message)}", f"  {finding.next_step}"]
     if latest.path is None:
         lines.append(
             f"{shown(latest.run)} has no complete step to resume from; see: dcptool verify {shown(latest.run)}"

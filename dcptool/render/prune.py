@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dcptool.ops.prune import Deleted, PrunePlan
+from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.text import table
 from dcptool.words import nbytes, plural, shown
 
@@ -18,7 +19,8 @@ def plan_text(plan: PrunePlan) -> str:
         [shown(d.name), "keep" if d.keep else "DELETE", d.state.value, nbytes(d.nbytes), shown(d.reason)]
         for d in plan.decisions
     ]
-    return table(["step", "plan", "state", "bytes", "reason"], rows, right=(3,))
+    shown_plan = table(["step", "plan", "state", "bytes", "reason"], rows, right=(3,))
+    return "\n\n".join([shown_plan, *(["\n".join(finding_lines(plan.notes, ""))] if plan.notes else [])])
 
 
 def plan_json(plan: PrunePlan, deleted: Deleted | None) -> dict[str, Any]:
@@ -27,6 +29,7 @@ def plan_json(plan: PrunePlan, deleted: Deleted | None) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "run": plan.run,
+        "notes": [finding_json(finding) for finding in plan.notes],
         "steps": [{**decision._asdict(), "state": decision.state.value} for decision in plan.decisions],
         "deleted": deleted and {**deleted._asdict(), "refused": refused},
     }

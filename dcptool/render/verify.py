@@ -12,7 +12,8 @@ from dcptool.ops.verify.verdict import State, Verdict
 from dcptool.ops.verify.verify import VerifyReport
 from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.text import table
-from dcptool.words import fields_of, listed, nbytes, plural, shown
+from dcptool.runs.activity import CLOCKS_APART_SECONDS
+from dcptool.words import fields_of, listed, nbytes, plural, shown, span
 
 SCHEMA = 1
 _ALSO = {
@@ -51,6 +52,8 @@ def verify_text(report: VerifyReport, width: int) -> str:
         found = [finding for finding in verdict.findings if finding.severity is not Severity.NOTE]
         if found:
             blocks.append("\n".join([f"{shown(verdict.name)}: {verdict.state.value}", *finding_lines(found)]))
+    if report.notes:
+        blocks.append("\n".join(finding_lines(report.notes, "")))
     return "\n\n".join([*blocks, _newest(report)])
 
 
@@ -126,14 +129,11 @@ def _worst(verdict: Verdict, room: int) -> str:
 
 
 def age(written: float | None) -> str:
-    """Return how long ago something was written, in its largest unit: `5 min`, `3 h`, `12 d`."""
+    """Return how long ago something was written, in its largest unit: `5 min`, `3 h`, `12 d`; `in 2 h` of a future."""
     if written is None:
         return "?"
-    seconds = max(time.time() - written, 0)
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+    seconds = time.time() - written
+    return f"in {span(-seconds)}" if seconds < -CLOCKS_APART_SECONDS else span(max(seconds, 0))
 
 
 def verify_json(report: VerifyReport) -> dict[str, Any]:
@@ -144,6 +144,7 @@ def verify_json(report: VerifyReport) -> dict[str, Any]:
         "run": report.is_run,
         "good": report.good,
         "checkpoints": [verdict_json(verdict) for verdict in report.verdicts],
+        "notes": [finding_json(finding) for finding in report.notes],
     }
 
 
@@ -170,5 +171,8 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
 
 
 def _marker_json(marker: Marker) -> dict[str, Any]:
-    fields = ("name", "writer", "step", "created", "world_size", "save_seconds", "blocked_seconds", "save_id")
-    return {**fields_of(marker, *fields), "checksums": bool(marker.sha256)}
+    named = ("name", "writer", "step", "number", "resumed_from", "created", "world_size")
+    return {
+        **fields_of(marker, *named, "save_seconds", "blocked_seconds", "save_id"),
+        "checksums": bool(marker.sha256),
+    }

@@ -10,7 +10,10 @@ from dcptool.checkpoint.findings import Finding
 from dcptool.errors import DcptoolError
 from dcptool.formats.marker import NEGATIVE_SUFFIX, negative_marker
 from dcptool.storage import DirEntry, Location, is_url, join, locate, walk
+from dcptool.words import span
 
+CLOCKS_APART_SECONDS = 60.0
+"""Clocks of two machines may differ by so much; what is later was written in the future, and that is said."""
 _NOT_YET = {
     "no-metadata": "no metadata yet",
     "rank-metadata-missing": "metadata of some ranks not yet there",
@@ -80,8 +83,10 @@ def sign_of_writing(
         return None
     what = "a file was written" if after else "the folder was made"
     lacking = next((what for kind, what in _NOT_YET.items() if kind in unfinished), "no metadata yet")
-    message = f"{lacking}, and {what} {max(age, 0):,.0f} s ago: perhaps still being saved"
-    return Finding.of("being-written", message)
+    when = f"{max(age, 0):,.0f} s ago"
+    if age < -CLOCKS_APART_SECONDS:
+        when = f"{span(-age)} in the future, by the clock here"
+    return Finding.of("being-written", f"{lacking}, and {what} {when}: perhaps still being saved")
 
 
 def negative_sign(location: Location, files: Collection[str], parts: Iterable[str]) -> str | None:

@@ -27,7 +27,7 @@ from dcptool.storage.base import (
     write_pieces,
 )
 from dcptool.storage.local import LocalStorage
-from dcptool.storage.remote import FsspecStorage
+from dcptool.storage.remote import FsspecStorage, patiently
 from dcptool.storage.union import UnionStorage
 
 __all__ = [
@@ -137,6 +137,7 @@ def _filesystem(url: str) -> tuple[Any, str]:
     return filesystem, path
 
 
+@patiently
 def _locate_url(url: str) -> Location:
     filesystem, path = _filesystem(url)
     try:

@@ -7,9 +7,11 @@ else.
 from __future__ import annotations
 
 import errno
+import functools
 import os
+import time
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError
 
@@ -21,6 +23,7 @@ class DirEntry(NamedTuple):
     """One name in a listing: a file with its size in bytes, or a folder (nbytes 0); either may be a symbolic link.
 
     `mtime` is when a file was last written, in seconds since the epoch; None for folders and where it is not known.
+    `version` is what an object store calls this content of the object; None elsewhere.
     """
 
     name: str
@@ -28,6 +31,7 @@ class DirEntry(NamedTuple):
     is_dir: bool
     is_link: bool = False
     mtime: float | None = None
+    version: str | None = None
 
 
 class Sink(Protocol):
@@ -211,6 +215,9 @@ def _links(url: str) -> tuple[str, str, str]:
     return "".join(f"{link}::" for link in links[:at]), links[at], "".join(f"::{link}" for link in links[at + 1 :])
 
 
+_ASK = "Give yourself access (chmod, a policy of the store), or ask the owner."
+
+
 class translated:
     """Turn what a file system may raise into dcptool's errors, naming the path; `missing` if nothing is there.
 
@@ -229,18 +236,18 @@ class translated:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Raise what an error becomes; return if it stays as it is."""
-        path, missing = self._path, self._missing
+        path = self._path
         if isinstance(error, StorageError | CheckpointNotFoundError) or not isinstance(error, Exception):
             return
         if isinstance(error, FileNotFoundError):
-            raise missing(f"{path}: no such file or directory") from error
+            raise self._gone(f"{path}: no such file or directory") from error
         if isinstance(error, NotADirectoryError):
-            raise missing(f"{path}: a part of this path is a file, not a folder") from error
+            raise self._gone(f"{path}: a part of this path is a file, not a folder") from error
         if isinstance(error, PermissionError):
             need = "it needs read access, and its folders search access"
             if self._writes:
                 need = "its folder needs write access"
-            raise StorageError(f"{path}: permission denied; {need}") from error
+            raise StorageError(f"{path}: permission denied; {need}", next_step=_ASK) from error
         if isinstance(error, ValueError | ImportError):
             return  # a malformed URL or a missing library: the caller knows what to say
         if isinstance(error, OSError):
@@ -249,9 +256,48 @@ class translated:
             raise StorageError(f"{path}: {error.strerror or error}") from error
         raise StorageError(f"{path}: {type(error).__name__}: {error}") from error  # cloud libraries' own classes
 
+    def _gone(self, message: str) -> DcptoolError:
+        return gone(message) if self._missing is StorageError else self._missing(message)
+
+
+def gone(message: str) -> StorageError:
+    """Return the error that something is not there, or not all of it."""
+    error = StorageError(message)
+    error.gone = True
+    return error
+
+
+PATIENCE = (0.3, 1.5)
+"""Seconds to wait before what a file system refused is asked for again, and again."""
+PATIENT_SECONDS = 3.0
+
+_Ask = TypeVar("_Ask", bound=Callable[..., Any])
+
+
+def patient(may_pass: Callable[[StorageError], bool]) -> Callable[[_Ask], _Ask]:
+    """Return what makes a reading function ask again, after a while, if it failed for a reason that may pass."""
+
+    def made_patient(ask: _Ask) -> _Ask:
+        @functools.wraps(ask)
+        def again(*args: Any, **more: Any) -> Any:
+            for seconds in PATIENCE:
+                began = time.monotonic()
+                try:
+                    return ask(*args, **more)
+                except StorageError as error:
+                    # One that took long has been asked again by the library behind it.
+                    if not may_pass(error) or time.monotonic() - began > PATIENT_SECONDS:
+                        raise
+                time.sleep(seconds)
+            return ask(*args, **more)
+
+        return again  # type: ignore[return-value]
+
+    return made_patient
+
 
 def too_short(path: str, byte_offset: int, nbytes: int, end: int) -> StorageError:
-    return StorageError(f"{path} ends at byte {end}, but bytes {byte_offset}–{byte_offset + nbytes} are needed")
+    return gone(f"{path} ends at byte {end}, but bytes {byte_offset}–{byte_offset + nbytes} are needed")
 
 
 def is_inside(file: str) -> bool:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from contextlib import suppress
 
 from dcptool.errors import CheckpointNotFoundError, StorageError
-from dcptool.storage.base import DirEntry, too_short, translated
+from dcptool.storage.base import DirEntry, patient, too_short, translated
 
 _OPEN_FILES = 64
 _GATHERED_NBYTES = 256 << 10
@@ -18,6 +18,17 @@ _GATHERED_NBYTES = 256 << 10
 _WRITEBACK_NBYTES = 8 << 20
 """After so many bytes the disk is told to begin; else it stands still until the system has gathered gigabytes."""
 _DELETE_ATTEMPTS = 20
+
+
+_PASSING = {errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN}
+"""What a mounted file system says of a server that may be back in a moment."""
+
+
+def _may_pass(error: StorageError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in _PASSING
+
+
+_patiently = patient(_may_pass)
 
 
 class LocalStorage:
@@ -34,6 +45,7 @@ class LocalStorage:
     def _path(self, name: str) -> str:
         return os.path.join(self.root, name) if name else self.root
 
+    @_patiently
     def entries(self, folder: str = "") -> list[DirEntry]:
         path = self._path(folder)
         entries = []
@@ -43,8 +55,10 @@ class LocalStorage:
                 try:
                     is_dir, is_link = item.is_dir(), item.is_symlink()
                     there = None if is_dir else item.stat()
-                except OSError:  # a dangling or looping link, or gone since the listing
-                    continue
+                except OSError as error:  # a dangling or looping link, or gone since the listing
+                    if item.is_symlink() or isinstance(error, FileNotFoundError):
+                        continue
+                    raise
                 size, mtime = (there.st_size, there.st_mtime) if there else (0, None)
                 entries.append(DirEntry(name, size, is_dir, is_link, mtime))
         return sorted(entries)
@@ -79,6 +93,7 @@ class LocalStorage:
             if spare >= 0:
                 os.close(spare)
 
+    @_patiently
     def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
         path = self._path(name)
         done = 0
@@ -93,6 +108,7 @@ class LocalStorage:
             finally:
                 self._take_back(name, descriptor)
 
+    @_patiently
     def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
         path = self._path(name)
         with translated(path, StorageError):

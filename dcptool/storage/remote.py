@@ -6,12 +6,20 @@ from contextlib import suppress
 from typing import Any
 
 from dcptool.errors import CheckpointNotFoundError, StorageError
-from dcptool.storage.base import DirEntry, join, too_short, translated
+from dcptool.storage.base import DirEntry, join, patient, too_short, translated
 
 _PART_NBYTES = 32 << 20
 """Bytes of one part of an upload; S3 takes 10,000 of them, so 320 GB a file."""
 
 _DELETE_ATTEMPTS = 3
+
+
+def _may_pass(error: StorageError) -> bool:
+    """Tell whether a store may answer otherwise in a moment: it is throttled, or a connection broke; not what it is."""
+    return error.__cause__ is not None
+
+
+patiently = patient(_may_pass)
 
 
 class FsspecStorage:
@@ -31,6 +39,7 @@ class FsspecStorage:
     def _url(self, name: str) -> str:
         return join(self.root, name)
 
+    @patiently
     def entries(self, folder: str = "") -> list[DirEntry]:
         path = self._path(folder)
         with translated(self._url(folder)):
@@ -45,9 +54,11 @@ class FsspecStorage:
                 continue
             name = f"{folder}/{base}" if folder else base
             nbytes = 0 if is_dir else int(item["size"] or 0)
-            entries[name] = DirEntry(name, nbytes, is_dir, False, None if is_dir else _written_at(item))
+            told = (None, None) if is_dir else (_written_at(item), _version_of(item))
+            entries[name] = DirEntry(name, nbytes, is_dir, False, *told)
         return sorted(entries.values())
 
+    @patiently
     def size(self, name: str) -> int | None:
         try:
             with translated(self._url(name)):
@@ -60,6 +71,7 @@ class FsspecStorage:
             raise StorageError(f"{self._url(name)}: the server does not say how long it is; download it first")
         return int(found["size"])
 
+    @patiently
     def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:
         url = self._url(name)
         if nbytes == 0:
@@ -72,7 +84,7 @@ class FsspecStorage:
         if len(data) > nbytes:
             raise StorageError(f"{url}: the server sends the whole file where a part is asked for; download it first")
         if len(data) < nbytes:
-            raise too_short(url, byte_offset, nbytes, byte_offset + len(data))
+            raise too_short(url, byte_offset, nbytes, byte_offset + len(data)) from EOFError("the answer ends early")
         return data
 
     def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
@@ -141,6 +153,11 @@ class RemoteSink:
             self._opened.close()
         with suppress(Exception):
             self._opened.discard()
+
+
+def _version_of(item: dict[str, Any]) -> str | None:
+    """Return what tells one content of an object from another, as far as a file system of fsspec tells."""
+    return next((str(item[key]) for key in ("ETag", "etag", "generation", "VersionId") if item.get(key)), None)
 
 
 def _written_at(item: dict[str, Any]) -> float | None:

@@ -66,6 +66,7 @@ class CheckpointManager:
         self._stager = Stager()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcptool-save")
         self._uploading: Future[str] | None = None
+        self._resumed_from: int | None = None
         self._signalled = False
         self._handlers: dict[signal.Signals, Any] = {}
         self._closed = False
@@ -165,11 +166,14 @@ class CheckpointManager:
             What was restored; None only if no checkpoint was ever completed here.
 
         Raises:
-            TrainingError: there are checkpoints, and none could be restored.
+            TrainingError: there are checkpoints, and none could be restored, or the newest could not be read (no
+                permission, a store that does not answer), which says nothing against it.
         """
         self.wait()
         self._ranks.agree("nothing was restored", lambda: _require_state(state))
-        return restore_newest(self.root, state, self._ranks, strict)
+        restored = restore_newest(self.root, state, self._ranks, strict)
+        self._resumed_from = restored.step if restored else None
+        return restored
 
     def warm_start(self, state: TrainState, path: str | os.PathLike[str]) -> str:
         """Load the weights of the model alone, from a checkpoint or the newest complete one of another run.
@@ -242,7 +246,7 @@ class CheckpointManager:
         ranks.agree(f"{path} was not saved", lambda: write(tree, path, ranks.group))
 
         def finish() -> None:
-            mark_saved(path, step, ranks.world_size, times())
+            mark_saved(path, step, ranks.world_size, times(), self._resumed_from)
             logger.info("saved %s", path)
             tidy(self.root, step, self.keep, self.archive_every)
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
-from dcptool.errors import DcptoolError, TrainingError
+from dcptool.errors import DcptoolError, StorageError, TrainingError
 from dcptool.words import of_numbers
 
 T = TypeVar("T")
@@ -56,19 +56,19 @@ class Ranks:
             TrainingError: it raised on some rank; so do all others.
         """
         result, error = _tried(function)
-        outcomes = self.gather(reasons(error, self.rank) if error else {})
-        failed = {rank: reason for outcome in reversed(outcomes) for rank, reason in outcome.items()}
-        _raise(what, error, failed, self.world_size)
+        outcomes = self.gather((reasons(error, self.rank) if error else {}, could_not_read(error)))
+        failed = {rank: reason for outcome, _ in reversed(outcomes) for rank, reason in outcome.items()}
+        _raise(what, error, failed, self.world_size, any(unreadable for _, unreadable in outcomes))
         return cast(T, result)
 
     def on_first(self, what: str, function: Callable[[], T]) -> T:
         """Call on rank 0 only and return its result on every rank; what it raises, all raise as TrainingError."""
         result, error = _tried(function) if self.rank == 0 else (None, None)
-        outcomes: list[Any] = [(result, reasons(error, 0) if error else {})]
+        outcomes: list[Any] = [(result, reasons(error, 0) if error else {}, could_not_read(error))]
         if self.group is not None:
             dist.broadcast_object_list(outcomes, src=0, group=self.group)
-        result, failed = outcomes[0]
-        _raise(what, error, failed, 1)
+        result, failed, unreadable = outcomes[0]
+        _raise(what, error, failed, 1, unreadable)
         return cast(T, result)
 
     def close(self) -> None:
@@ -85,12 +85,14 @@ def _tried(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def _raise(what: str, error: BaseException | None, failed: dict[int, str], world_size: int) -> None:
+def _raise(what: str, error: BaseException | None, failed: dict[int, str], world_size: int, unreadable: bool) -> None:
     """Raise if a rank failed: TrainingError, but what ends this process as it is."""
     if error is not None and not isinstance(error, Exception | CheckpointException):
         raise error  # Ctrl-C, sys.exit
     if failed:
-        raise TrainingError(f"{what}: {_listed(failed, world_size)}") from error
+        raised = TrainingError(f"{what}: {_listed(failed, world_size)}")
+        raised.unreadable = unreadable
+        raise raised from error
 
 
 def reasons(error: BaseException, rank: int) -> dict[int, str]:
@@ -100,6 +102,15 @@ def reasons(error: BaseException, rank: int) -> dict[int, str]:
     if isinstance(error, CheckpointException):
         return {failed: _one_line(cause[0]) for failed, cause in error.failures.items()}
     return {rank: _one_line(error)}
+
+
+def could_not_read(error: BaseException | None) -> bool:
+    """Tell whether what went wrong is that a file system or store would not give something out."""
+    if isinstance(error, CheckpointException):
+        return any(could_not_read(cause[0]) for cause in error.failures.values())
+    if isinstance(error, TrainingError):
+        return error.unreadable
+    return isinstance(error, StorageError) and not error.gone
 
 
 def sendable(base: type[Any], *methods: str) -> type[Any]:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.steps import in_step_order
-from dcptool.errors import CheckpointNotFoundError, LayoutError, TrainingError
+from dcptool.errors import CheckpointNotFoundError, LayoutError, StorageError, TrainingError
 from dcptool.formats.detect import open_checkpoint
 from dcptool.ops.diff import live
 from dcptool.ops.diff.diff import compare
@@ -35,6 +35,9 @@ from dcptool.words import listed, of_numbers
 logger = logging.getLogger("dcptool.training")
 MAX_LISTED = 40
 """Differences of one kind that are told one by one."""
+_WAIT = (
+    "It may be whole, and newer than the others: try again when it can be read, or move it out of the run directory."
+)
 _OF_RANK = re.compile(r"(.+)\.rank(\d+)$")
 
 
@@ -93,7 +96,8 @@ def restore_newest(root: str, state: TrainState, ranks: Ranks, strict: bool) -> 
         What was loaded; None if there never was a complete checkpoint.
 
     Raises:
-        TrainingError: there are checkpoints, and none could be restored; the message says why of each.
+        TrainingError: there are checkpoints, and none could be restored; the message says why of each. Or the newest
+            could not be read: it may be whole, so none older is taken.
     """
     skipped: list[tuple[str, str]] = []
     before: str | None = None
@@ -109,6 +113,8 @@ def restore_newest(root: str, state: TrainState, ranks: Ranks, strict: bool) -> 
         try:
             return _restore(found.step, found.path, state, ranks, strict)._replace(skipped=tuple(skipped))
         except TrainingError as error:
+            if error.unreadable:
+                raise error.saying(f"{found.path} could not be read: {error}", next_step=_WAIT) from error
             tried = True
             before = found.name
             skipped.append((found.path, str(error)))
@@ -156,6 +162,8 @@ def _look(root: str, before: str | None) -> _Looked:
         latest = find_latest(root, NO_GRACE, before=before)
     except CheckpointNotFoundError:
         return _Looked("", "", 0, (), False)
+    except StorageError as error:
+        raise error.saying(error.message, next_step=_WAIT) from error
     if latest.run.rstrip("/") != root.rstrip("/") or "run directories" in latest.problem:
         raise LayoutError(f"{root} holds the run directory {latest.run}: name the one that holds the steps itself")
     if latest.problem:

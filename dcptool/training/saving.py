@@ -19,6 +19,8 @@ from dcptool.formats.marker import FOREIGN, NAME, Marker
 from dcptool.ops.mark import make_marker
 from dcptool.ops.prune import Deleted, delete_steps, make_plan
 from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from dcptool.runs.directory import find_runs
+from dcptool.runs.order import in_order
 from dcptool.storage import LocalStorage, Storage, is_url, join, locate, storage_at
 from dcptool.training.ranks import sendable
 
@@ -117,8 +119,15 @@ def write(tree: dict[str, Any], path: str, group: Any) -> None:
     dcp.save(tree, storage_writer=writer(path), planner=planner(), process_group=group)
 
 
-def mark_saved(path: str, step: int, world_size: int, times: Times) -> Marker:
-    """Look at what was saved and write its marker.
+def mark_saved(path: str, step: int, world_size: int, times: Times, resumed_from: int | None = None) -> Marker:
+    """Look at what was saved and write its marker, with a number higher than those of all saves before in its run.
+
+    Args:
+        path: of the checkpoint.
+        step: its number.
+        world_size: ranks that saved it.
+        times: how long that took.
+        resumed_from: the step that this job went on from, None if it began anew.
 
     Raises:
         ItemError: it is not whole, for example because ranks wrote to disks that are not shared.
@@ -135,12 +144,21 @@ def mark_saved(path: str, step: int, world_size: int, times: Times) -> Marker:
     marker = make_marker(location, verdict, NAME, checksums=False)._replace(
         writer="save",
         step=step,
+        number=_next_number(path),
+        resumed_from=resumed_from,
         world_size=world_size,
         save_seconds=round(times.save_seconds, 3),
         blocked_seconds=round(times.blocked_seconds, 3),
     )
     location.storage.write(NAME, marker.document())
     return marker
+
+
+def _next_number(path: str) -> int:
+    """Return a number for the save of a step, higher than those of all others in its run."""
+    root = path.rpartition("/")[0]
+    runs = [run for run in find_runs(locate(root)) if run.path == root]
+    return 1 + max((save.number for run in runs for save in in_order(run)), default=0)
 
 
 def tidy(root: str, step: int, keep: int | None, archive_every: int | None) -> Deleted:

@@ -262,7 +262,7 @@ class TestMarkerFiles:
         monkeypatch.setattr(module, "sha256", failing)
         for level in (Level.METADATA, Level.DEEP):
             found = judge(step, VerifyOptions(level=level))
-            assert (found.state, kinds(found)) == (State.DAMAGED, {"unreadable"})
+            assert (found.state, kinds(found)) == (State.UNREADABLE, {"unreadable"})
 
 
 class TestMarkersOfParts:

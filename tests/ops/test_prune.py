@@ -31,10 +31,15 @@ torchfree = pytest.mark.torchfree
 class TestPlan:
     STEPS = tuple(verdict(f"step_{number}") for number in (500, 1000, 1500, 2000, 2500))
 
-    def test_the_newest_are_kept_by_number(self):
-        kept = plan([*self.STEPS, verdict("step_9")], 2)
+    def test_the_newest_are_kept(self):
+        kept = plan([verdict("step_9"), *self.STEPS], 2)
         assert [name for name, keep in kept.items() if keep] == ["step_2000", "step_2500"]
-        assert next(iter(kept)) == "step_9"
+
+    def test_n03_what_was_written_after_the_newest_by_number_is_kept_too(self):
+        kept = plan([verdict("step_100"), *self.STEPS], 1, later=("step_100", "step_500"))
+        assert [name for name, keep in kept.items() if keep] == ["step_100", "step_2500"]
+        assert all(kept[name] for name in ("step_100", "step_500")) is False
+        assert plan([verdict("step_100"), *self.STEPS], 2, later=("step_100", "step_500"))["step_500"]
 
     def test_only_complete_ones_count(self):
         steps = [*self.STEPS, verdict("step_3000", State.INCOMPLETE), verdict("step_3500", State.IN_PROGRESS)]
@@ -162,7 +167,7 @@ class TestWhatCouldNotBeRead:
 
         monkeypatch.setattr(LocalStorage, "read", failing)
         found = judge(folder / "step_1")
-        assert (found.state, kinds(found)) == (State.DAMAGED, {"unreadable"})
+        assert (found.state, kinds(found)) == (State.UNREADABLE, {"unreadable"})
         assert prune(folder, **ASK) == ()
 
     def test_a_step_that_cannot_be_listed_stops_no_other(self, tmp_path, monkeypatch):
@@ -175,12 +180,14 @@ class TestWhatCouldNotBeRead:
             return entries(storage, sub)
 
         monkeypatch.setattr(LocalStorage, "entries", failing)
-        found = latest(folder)
+        with pytest.raises(StorageError, match="step_3 could not be read: permission denied"):
+            latest(folder)
+        found = dcptool.find_latest(folder, skip_unreadable=True)
         assert found.path == str(folder / "step_2")
-        assert names(found.skipped) == [("step_3", "damaged")]
+        assert names(found.skipped) == [("step_3", "unreadable")]
         assert kinds(found.skipped[0]) == {"unreadable"}
         report = dcptool.verify(folder)
-        assert [v.state.value for v in report.verdicts] == ["damaged", "complete", "damaged"]
+        assert [v.state.value for v in report.verdicts] == ["unreadable", "complete", "unreadable"]
 
     def test_a_sibling_that_vanishes_drops_no_candidate(self, tmp_path, monkeypatch):
         import dcptool.ops.latest as module

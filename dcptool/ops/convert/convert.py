@@ -245,8 +245,8 @@ def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
     if not options.skip_corrupt:
         return []
     report = check(checkpoint, Level.DEEP, threads=options.threads)
-    unread = Effect.UNREAD  # which is refused when it is read
-    damaged = [finding for finding in errors(report.findings) if finding.traits.effect is not unread]
+    unread = (Effect.UNREAD, Effect.UNREADABLE)  # which is refused when it is read
+    damaged = [finding for finding in errors(report.findings) if finding.traits.effect not in unread]
     named = {finding.fqn for finding in damaged}
     there = {name: checkpoint.storage.size(name) for name in checkpoint.usage}
     short = {name for name, use in checkpoint.usage.items() if (there[name] or 0) < use.end}

@@ -176,9 +176,7 @@ def _finding(checkpoint: Checkpoint, error: DcptoolError, where: Where, n_more: 
         return Finding.of("not-computed", f"no statistics of {fqn!r}: {error.message}", fqn=fqn, next_step=step)
     more = f" (and {n_more:,} more such chunks of it)" if n_more else ""
     found = damaged_item(error.saying(error.message + more), where)
-    if unsupported:
-        return found
-    return found._replace(kind="unreadable", next_step=f"dcptool verify --deep {checkpoint.path}")
+    return found if found.next_step else found._replace(next_step=f"dcptool verify --deep {checkpoint.path}")
 
 
 def _pointed_out(tensors: Sequence[TensorStats]) -> list[Finding]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding, inside, state_of, worst_first
+from dcptool.checkpoint.findings import Finding, cannot_be_read, inside, state_of, worst_first
 from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checkpoint.steps import step_number
 from dcptool.checks.check import CheckReport, Level, check
@@ -44,6 +44,8 @@ class State(str, Enum):
     """Something is not there: the metadata, a file, the end of a file, a part."""
     DAMAGED = "damaged"
     """Something that is there is wrong."""
+    UNREADABLE = "unreadable"
+    """The file system or object store would not give something out; nothing is known to be wrong."""
     UNSAFE = "unsafe"
     """Loading it with torch would run code that is no part of reading values."""
     IN_PROGRESS = "in-progress"
@@ -63,6 +65,7 @@ class VerifyOptions(NamedTuple):
         grace: seconds in which a folder without metadata counts as being written.
         also: further folders that hold other parts of the same save.
         threads: how many read at the same time, None for the number of processors.
+        by: "number" or "time" to order the steps of a run by these alone; None for the order that markers tell.
     """
 
     level: Level = Level.METADATA
@@ -72,6 +75,7 @@ class VerifyOptions(NamedTuple):
     grace: float = GRACE_SECONDS
     also: tuple[str, ...] = ()
     threads: int | None = None
+    by: str | None = None
 
 
 DEFAULTS = VerifyOptions()
@@ -243,8 +247,8 @@ def _look_beside(location: Location, step: SavedStep, options: VerifyOptions) ->
 def unreadable(path: str, error: StorageError, level: Level) -> Verdict:
     """Return the verdict on a step that cannot even be listed."""
     name = base_name(path)
-    finding = Finding.of("unreadable", str(error), next_step="It may be whole: look again when it can be.")
-    return Verdict(path, name, step_number(name), State.DAMAGED, None, (), (finding,), 0, 0, None, level, Tally())
+    finding = cannot_be_read(error)
+    return Verdict(path, name, step_number(name), State.UNREADABLE, None, (), (finding,), 0, 0, None, level, Tally())
 
 
 def _markers(
@@ -341,6 +345,8 @@ def _check(
 def _unopened(location: Location, name: str, listing: Mapping[str, DirEntry], error: DcptoolError) -> Finding:
     """Return what it means that a part did not open."""
     path = join(location.path, name)
+    if isinstance(error, StorageError):
+        return cannot_be_read(error, name or None)
     message, step = error.message.removeprefix(f"{path}: "), error.next_step
     if name:  # which is said already
         message = message.removeprefix(f"{path}/")
@@ -349,8 +355,6 @@ def _unopened(location: Location, name: str, listing: Mapping[str, DirEntry], er
         kind = "no-metadata"
     elif isinstance(error, UnsupportedError):
         kind = "unsupported"
-    elif isinstance(error, StorageError):
-        kind = "unreadable"
     return Finding.of(kind, f"{name}: {message}" if name else message, name or None, next_step=step)
 
 

@@ -13,6 +13,7 @@ from dcptool.ops.verify.siblings import compare_steps
 from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions, judge, unreadable
 from dcptool.runs.activity import exists
 from dcptool.runs.directory import Run, run_at
+from dcptool.runs.order import Save, contradiction, in_order, later_by_time
 from dcptool.storage import Progress, join, locate
 
 
@@ -22,12 +23,16 @@ class VerifyReport(NamedTuple):
     Attributes:
         path: as given; of a run directory the folder that holds the steps.
         is_run: whether it is a run directory.
-        verdicts: of the checkpoint, or of each step, lowest step first.
+        verdicts: of the checkpoint, or of each step, the one saved first first.
+        notes: what is odd about the run as a whole.
+        later: complete steps that were written after the newest complete one by what times say, the last one first.
     """
 
     path: str
     is_run: bool
     verdicts: tuple[Verdict, ...]
+    notes: tuple[Finding, ...] = ()
+    later: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -67,14 +72,28 @@ def verify(
     """
     location = locate(path, options.also)
     run = run_at(location)
-    if run is None:
-        verdicts: Sequence[Verdict] = [judge(path, options, progress)]
-    else:
-        every = [judge_step(run, name, options, progress) for name in run.steps]
+    saves = in_order(run, options.marker, options.by) if run else ()
+    if run:
+        every = [judge_step(run, save.name, options, progress) for save in saves]
         verdicts = compare_steps([verdict for verdict in every if verdict])
+    else:
+        verdicts = (judge(path, options, progress),)
     if load:
-        verdicts = [loaded(verdict, trust, progress) for verdict in verdicts]
-    return VerifyReport(run.path if run else location.path, run is not None, tuple(verdicts))
+        verdicts = tuple(loaded(verdict, trust, progress) for verdict in verdicts)
+    later = _saved_later(run, saves, verdicts, options) if run else ((), ())
+    return VerifyReport(run.path if run else location.path, run is not None, verdicts, *later)
+
+
+def _saved_later(
+    run: Run, saves: Sequence[Save], verdicts: Sequence[Verdict], options: VerifyOptions
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """Return that a complete step was written after the newest complete one, if one was, and the names of all such."""
+    complete = {verdict.name for verdict in verdicts if verdict.state is State.COMPLETE}
+    newest = next((save for save in reversed(saves) if save.name in complete), None)
+    if newest is None or options.by:
+        return (), ()
+    later = [save for save in later_by_time(run, saves, newest.name, options.marker) if save.name in complete]
+    return tuple(contradiction(save, newest) for save in later[:1]), tuple(save.name for save in later)
 
 
 def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> Verdict:

@@ -1,0 +1,127 @@
+"""In which order the steps of a run were saved: by the numbers in markers, else by those in names; what times say.
+
+A run that goes back to an older step saves lower numbers later. Markers of saves have a number that only grows; without
+them the step's own number decides, for copying a run changes all times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.steps import step_order
+from dcptool.copying.pool import Pool
+from dcptool.errors import DcptoolError
+from dcptool.formats.marker import NAME, marked_as
+from dcptool.runs.directory import Run
+from dcptool.storage import Storage, is_url, locate
+from dcptool.words import span
+
+BY = ("number", "time")
+"""What can be asked for instead of the order that markers and names tell."""
+APART_SECONDS = 60.0
+"""Saves this far apart in time, the wrong way round, are said to contradict their numbers."""
+_FEW = 16
+"""Steps that are looked at one after the other: threads would take longer to start."""
+
+
+class Save(NamedTuple):
+    """When a step was saved.
+
+    Attributes:
+        name: of the step.
+        number: of the save in its run, from 1 on; 0 where no marker of a save tells.
+        written: when a name in its folder last came or went, or, where order by time was asked for or a marker was
+            added later, its newest file was written; in seconds since the epoch, None if unknown.
+    """
+
+    name: str
+    number: int
+    written: float | None
+
+
+def in_order(run: Run, marker: str = NAME, by: str | None = None) -> tuple[Save, ...]:
+    """Return the steps of a run, the one saved first first.
+
+    Args:
+        run: the run directory.
+        marker: name of the markers' files.
+        by: "number" or "time" to go by the steps' numbers, or by time, alone.
+    """
+    storage = locate(run.path).storage
+    if len(run.steps) <= _FEW and not is_url(run.path):
+        saves = [_save(storage, name, marker, by == "time") for name in run.steps]
+    else:
+        with Pool(None) as pool:
+            looked = pool.run(lambda name: _save(storage, name, marker, by == "time"), run.steps)
+            saves = [save for _, save in looked]
+    saves.sort(key=lambda save: step_order(save.name))
+    if by == "time":
+        saves.sort(key=lambda save: save.written or 0.0)
+    elif by is None:
+        saves = _by_number_of_save(saves)
+    return tuple(saves)
+
+
+def _by_number_of_save(saves: Sequence[Save]) -> list[Save]:
+    """Return steps in the order of their saves; one without a number comes after the one whose step is next below it.
+
+    So a save that was killed before its marker stands where the job was.
+    """
+    numbers: dict[str, int] = {}
+    below = 0
+    for save in saves:
+        below = numbers[save.name] = save.number or below
+    return sorted(saves, key=lambda save: numbers[save.name])
+
+
+def _save(storage: Storage, name: str, marker: str, exact: bool) -> Save:
+    folder = storage.below(name)
+    found = marked_as(folder, marker)
+    written = folder.written()
+    if exact or written is None or (found and found.writer != "save"):
+        written = _newest_file(folder, marker)
+    return Save(name, (found and found.number) or 0, written)
+
+
+def _newest_file(folder: Storage, marker: str) -> float | None:
+    """Return when the newest file of a step was written; a marker may have been written by hand, later."""
+    try:
+        entries = folder.entries()
+    except DcptoolError:
+        return None
+    times = [e.mtime for e in entries if e.mtime is not None and e.name not in (marker, NAME) and not e.is_link]
+    return max(times, default=folder.written())
+
+
+def later_by_time(run: Run, saves: Sequence[Save], newest: str, marker: str = NAME) -> list[Save]:
+    """Return steps that stand before the newest, and were written after it by what times say, the last one first.
+
+    Args:
+        run: the run directory.
+        saves: its steps in their order, as `in_order` returns them.
+        newest: name of one of them; of those after it nothing is said.
+        marker: name of the markers' files.
+    """
+    at = next(index for index, save in enumerate(saves) if save.name == newest)
+    last = saves[at].written
+    if last is None:
+        return []
+    before = [save for save in saves[:at] if not (save.number and saves[at].number)]
+    candidates = [save for save in before if (save.written or 0.0) > last + APART_SECONDS]
+    if not candidates:
+        return []
+    storage = locate(run.path).storage
+    last = _newest_file(storage.below(newest), marker) or last
+    exact = [save._replace(written=_newest_file(storage.below(save.name), marker)) for save in candidates]
+    later = [save for save in exact if (save.written or 0.0) > last + APART_SECONDS]
+    return sorted(later, key=lambda save: save.written or 0.0, reverse=True)
+
+
+def contradiction(later: Save, newest: Save) -> Finding:
+    """Return the finding that a step was written after the newest by number."""
+    apart = span((later.written or 0.0) - (newest.written or 0.0))
+    message = f"{later.name} was written {apart} after {newest.name}, which has the higher number"
+    step = "If the job went back to it: --by time; if files were copied since: --by number."
+    return Finding.of("order-unclear", message, later.name, next_step=step)
