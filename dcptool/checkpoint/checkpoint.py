@@ -16,7 +16,7 @@ from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.format import USUAL, Format, Variant
 from dcptool.checkpoint.regions import Box, first_gap, index_in, volume
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
-from dcptool.storage import Storage, join
+from dcptool.storage import DirEntry, Storage, join
 from dcptool.words import did_you_mean
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Checkpoint(Mapping[str, Entry]):
         save_id: the writer's identifier of the save, None where there is none.
         requires_grad: fqns of tensors that were saved as trained parameters, where the format tells.
         variant: what the software that wrote it does of its own.
+        seen: the listing of `root` just before the metadata was read, to tell later whether somebody wrote there since.
     """
 
     root: str
@@ -62,6 +63,7 @@ class Checkpoint(Mapping[str, Entry]):
     save_id: str | None = None
     requires_grad: frozenset[str] = frozenset()
     variant: Variant = USUAL
+    seen: tuple[DirEntry, ...] = ()
 
     @property
     def path(self) -> str:
@@ -105,6 +107,18 @@ class Checkpoint(Mapping[str, Entry]):
                 use = usage.get(item.file, FileUse(0, 0, 0))
                 usage[item.file] = FileUse(use.items + 1, use.nbytes + item.nbytes, max(use.end, item.span[1]))
         return usage
+
+    def changed(self) -> str:
+        """Return a file of it that came, went or was written since its metadata was read; "" if none did.
+
+        Raises:
+            CheckpointNotFoundError, StorageError: the folder cannot be listed.
+        """
+        if len(self.seen) == 1 and self.name:
+            return self.name * (self.storage.entry(self.name) != self.seen[0])
+        before, now = ({entry.name: entry for entry in listing} for listing in (self.seen, self.storage.entries()))
+        ours = {*self.usage, *filter(self.format.is_metadata, {**before, **now})}
+        return next((name for name in sorted(ours) if before.get(name) != now.get(name)), "")
 
     def read(
         self, fqn: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None

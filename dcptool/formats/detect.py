@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
@@ -95,17 +96,21 @@ def open_part(location: Location, name: str) -> Checkpoint:
     if location.file is not None:
         return _open_file(location.storage, location.file)
     storage = location.storage.below(name) if name else location.storage
-    files = part_files(Location(storage, None), "")
+    seen = storage.entries()
+    files = _sizes(seen)
     known = format_of(files)
     if known is None:
         raise not_a_checkpoint(Location(storage, None))
-    return known.open(storage, files, "")
+    return replace(known.open(storage, files, ""), seen=tuple(seen))
 
 
 def part_files(location: Location, name: str) -> dict[str, int]:
     """Return name → size in bytes of the files of a part."""
-    prefix = f"{name}/" if name else ""
-    entries = location.storage.entries(name)
+    return _sizes(location.storage.entries(name), f"{name}/" if name else "")
+
+
+def _sizes(entries: Iterable[DirEntry], prefix: str = "") -> dict[str, int]:
+    """Return name → size in bytes of the files in a listing, without what they all begin with."""
     return {entry.name.removeprefix(prefix): entry.nbytes for entry in entries if not entry.is_dir}
 
 
@@ -192,14 +197,16 @@ def _is_passed_over(entry: DirEntry) -> bool:
 
 def _open_file(storage: Storage, name: str) -> Checkpoint:
     path = join(storage.root, name)
-    nbytes = storage.size(name)
-    if nbytes is None:
+    seen = storage.entry(name)
+    if seen is None:
         raise StorageError(f"{path} is not a regular file")
+    nbytes = seen.nbytes
     start = storage.read(name, 0, min(nbytes, HEAD_NBYTES))
     known = next((known for known in FORMATS if known.is_file(name, start)), None)
     if known:
-        files = part_files(Location(storage, None), "") if known.kind_of({name: nbytes}) else {}
-        return known.open(storage, {**files, name: nbytes}, name)
+        beside = storage.entries() if known.kind_of({name: nbytes}) else []
+        opened = known.open(storage, {**_sizes(beside), name: nbytes}, name)
+        return replace(opened, seen=tuple({entry.name: entry for entry in (*beside, seen)}.values()))
     if start[257:262] == b"ustar" or name.endswith(".nemo"):
         raise UnsupportedError(f"{path} is a tar archive, as NeMo's .nemo files are; unpack it and name the folder")
     if name.endswith(".bin.index.json"):

@@ -14,7 +14,7 @@ from dcptool.checks.check import check, shown_by_metadata
 from dcptool.copying.outputs import OutputFile
 from dcptool.copying.pool import Pool
 from dcptool.copying.publishing import Target, leftovers
-from dcptool.errors import ItemError, UnsafePickleError, UnsupportedError
+from dcptool.errors import ItemError, StorageError, UnsafePickleError, UnsupportedError
 from dcptool.formats.detect import open_checkpoint
 from dcptool.ops.diff.objects import compare_objects
 from dcptool.ops.diff.results import DiffOptions
@@ -135,6 +135,19 @@ def require_safe(checkpoint: Checkpoint, selection: Selection) -> None:
             "\n".join([f"{checkpoint.path} holds what runs code when it is loaded:", *cut_lines(lines, MAX_LISTED)]),
             next_step=f"Nothing was written; --exclude {first!r} leaves it out, --trust takes it all the same.",
         )
+
+
+def require_unchanged(checkpoint: Checkpoint) -> None:
+    """Refuse a source that somebody wrote to while it was read: half of it may be of another save.
+
+    Raises:
+        StorageError: names a file that changed.
+        CheckpointNotFoundError: it is gone.
+    """
+    changed = checkpoint.changed()
+    if changed:
+        message = f"{checkpoint.path}: {changed} changed while it was read, nothing was written"
+        raise StorageError(message, next_step="Somebody saves there: run this again when that is done.")
 
 
 def require_same(place: Target, files: Sequence[OutputFile], selection: Selection) -> None:

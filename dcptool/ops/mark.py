@@ -7,10 +7,11 @@ from datetime import datetime, timezone
 from typing import NamedTuple
 
 from dcptool.checks.check import Level
-from dcptool.errors import ItemError, OutputExistsError, UnsupportedError
+from dcptool.errors import ItemError, OutputExistsError, StorageError, UnsupportedError
 from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, Marker, is_marker, sha256
 from dcptool.formats.table import is_metadata, is_own_name
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions, judge
+from dcptool.runs.activity import list_files
 from dcptool.runs.directory import runs_at
 from dcptool.storage import Location, Progress, is_temporary, join, locate, walk
 
@@ -45,7 +46,7 @@ def mark_complete(
         ItemError: the checkpoint does not verify; nothing is written. The message names the worst finding.
         OutputExistsError: there is a file of the marker's name that is no marker.
         CheckpointNotFoundError: there is nothing at that path.
-        StorageError: the marker cannot be written.
+        StorageError: the marker cannot be written, or somebody wrote to the checkpoint meanwhile.
         UnsupportedError: the path is a file, or a run directory: a marker stands in the folder of a checkpoint.
     """
     problem = name_problem(marker)
@@ -62,6 +63,7 @@ def mark_complete(
     there = next((entry for entry in location.storage.entries() if entry.name == marker), None)
     if there and (there.is_dir or not is_marker(location.storage, marker, there.nbytes)):
         raise OutputExistsError(f"{join(location.path, marker)} is there and is no marker of dcptool: not replaced")
+    before = list_files(location)
     options = VerifyOptions(Level.DEEP if checksums else Level.RECORDS, marker, threads=threads)
     verdict = judge(path, options, progress)
     if not verdict.whole:
@@ -71,6 +73,9 @@ def mark_complete(
         how = "cannot be checked" if unknown else f"is {verdict.state.value}"
         raise ItemError(f"{verdict.path} {how}, not marked: {verdict.reason}", next_step=f"See all: {hint}")
     made = make_marker(location, verdict, marker, checksums)
+    if list_files(location) != before:
+        message = f"{verdict.path} changed while it was read, not marked"
+        raise StorageError(message, next_step="Somebody saves there: mark it when that is done.")
     location.storage.write(marker, made.document())
     return Marked(join(location.path, marker), made, verdict)
 

@@ -95,8 +95,15 @@ class Storage(Creator, Protocol):
             StorageError: it cannot be listed.
         """
 
+    def entry(self, name: str) -> DirEntry | None:
+        """Return what a listing says of a file, but whether it is a link; None if there is no such file.
+
+        Raises:
+            StorageError: it cannot be looked at.
+        """
+
     def size(self, name: str) -> int | None:
-        """Return a file's size in bytes, None if there is no such file."""
+        """Return a file's size in bytes, None if there is no such file; errors as in `entry`."""
 
     def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
         """Fill `out` (bytes, writable) with the file's bytes from `byte_offset` on.

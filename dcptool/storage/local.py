@@ -63,13 +63,18 @@ class LocalStorage:
                 entries.append(DirEntry(name, size, is_dir, is_link, mtime))
         return sorted(entries)
 
-    def size(self, name: str) -> int | None:
+    @_patiently
+    def entry(self, name: str) -> DirEntry | None:
         try:
             with translated(self._path(name)):
                 found = os.stat(self._path(name))
         except CheckpointNotFoundError:
             return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
+        return DirEntry(name, found.st_size, False, False, found.st_mtime) if stat.S_ISREG(found.st_mode) else None
+
+    def size(self, name: str) -> int | None:
+        found = self.entry(name)
+        return found.nbytes if found else None
 
     def _lend(self, name: str) -> int:
         """Return a descriptor to read from, which is nobody else's until it is given back."""

@@ -59,7 +59,7 @@ class FsspecStorage:
         return sorted(entries.values())
 
     @patiently
-    def size(self, name: str) -> int | None:
+    def entry(self, name: str) -> DirEntry | None:
         try:
             with translated(self._url(name)):
                 found = self._filesystem.info(self._path(name))
@@ -69,7 +69,11 @@ class FsspecStorage:
             return None
         if found["size"] is None:
             raise StorageError(f"{self._url(name)}: the server does not say how long it is; download it first")
-        return int(found["size"])
+        return DirEntry(name, int(found["size"]), False, False, _written_at(found), _version_of(found))
+
+    def size(self, name: str) -> int | None:
+        found = self.entry(name)
+        return found.nbytes if found else None
 
     @patiently
     def read(self, name: str, byte_offset: int, nbytes: int) -> bytes:

@@ -37,6 +37,9 @@ class UnionStorage:
             raise missing[0]
         return sorted(found.values())
 
+    def entry(self, name: str) -> DirEntry | None:
+        return self._owner(name).entry(name)
+
     def size(self, name: str) -> int | None:
         return self._owner(name).size(name)
 

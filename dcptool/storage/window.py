@@ -44,6 +44,9 @@ class Window:
             self._pieces.append((name, byte_offset, end, memoryview(data)))
         return data
 
+    def entry(self, name: str) -> DirEntry | None:
+        return self._storage.entry(name)
+
     def size(self, name: str) -> int | None:
         return self._storage.size(name)
 

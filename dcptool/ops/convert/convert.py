@@ -30,6 +30,7 @@ from dcptool.ops.guards import (
     require_safe,
     require_same,
     require_sound,
+    require_unchanged,
     source_notes,
 )
 from dcptool.storage import Progress
@@ -195,6 +196,7 @@ def _write(plan: _ConvertPlan, options: ConvertOptions, progress: Progress | Non
     threads = options.threads or default_threads()
     with prepare(plan.path, output.is_file, plan.nbytes, options.overwrite, checkpoint.path) as place:
         report = copy(checkpoint, [[file] for file in place.named(output.files)], place.storage, threads, progress)
+        require_unchanged(checkpoint)
         if report.failures:
             raise ItemError(damaged(checkpoint, report.failures, LEAVES_OUT))
         for file in output.last:

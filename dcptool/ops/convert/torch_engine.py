@@ -14,6 +14,7 @@ from dcptool.copying.publishing import prepare
 from dcptool.errors import DcptoolError, ItemError, StorageError, UnsupportedError
 from dcptool.formats.detect import open_checkpoint
 from dcptool.formats.output import is_one_file
+from dcptool.ops.guards import require_unchanged
 from dcptool.storage import is_url
 from dcptool.storage.base import translated
 from dcptool.storage.local import sync
@@ -52,6 +53,7 @@ def convert_with_torch(source: str, target: str, to: str, *, trust: bool, overwr
     with prepare(target, to != "dcp", nbytes, overwrite, checkpoint.path) as place:
         _attempt(to, checkpoint, place.written)
         _sync_all(place.written)
+        require_unchanged(checkpoint)
         place.publish(overwrite)
     return str(torch.__version__)
 

@@ -24,7 +24,7 @@ from dcptool.formats.marker import NAME
 from dcptool.groups.audience import Audience, NotedStorage
 from dcptool.groups.group import ProcessGroup
 from dcptool.groups.sharing import Contribution, agree, blocks, contribute, require_going, values_of
-from dcptool.ops.guards import ANOTHER_STEP, damaged, require_equal, require_same
+from dcptool.ops.guards import ANOTHER_STEP, damaged, require_equal, require_same, require_unchanged
 from dcptool.ops.reshard.plan import Plan, ReshardOptions, make_plan
 from dcptool.ops.reshard.result import Resharded, summarize_plan
 from dcptool.storage import Creator, LocalStorage, is_url, storage_at
@@ -149,11 +149,13 @@ def _storage(target: str, audience: Audience) -> tuple[Creator, int]:
 
 
 def _require_proven(plan: Plan, reports: Sequence[CopyReport], options: ReshardOptions) -> None:
-    """Refuse a source that is damaged; check the records that several members read parts of.
+    """Refuse a source that changed or is damaged; check the records that several members read parts of.
 
     Raises:
         ItemError: names tensors, files and bytes.
+        StorageError: somebody wrote to it meanwhile.
     """
+    require_unchanged(plan.source)
     failures: dict[Any, Finding] = {}
     for report in reports:
         failures |= {(finding.fqn, finding.file, finding.byte_range): finding for finding in report.failures}
