@@ -161,7 +161,9 @@ also = click.option(
 threads = click.option(
     "--threads", type=click.IntRange(1), default=None, help="Reads at the same time.  [default: by processors]"
 )
-overwrite = click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
+overwrite = click.option(
+    "--overwrite", is_flag=True, help="Replace DST, once the new one is complete: one checkpoint, and nothing else."
+)
 check = click.option("--check", is_flag=True, help="Compare the output with the source before it gets its name.")
 
 PIPED_WIDTH = 1000

@@ -33,6 +33,7 @@ from dcptool.ops.guards import (
     require_unchanged,
     source_notes,
 )
+from dcptool.ops.replacing import replaced
 from dcptool.storage import Progress
 
 
@@ -147,7 +148,10 @@ def convert(
 
 
 class _ConvertPlan(NamedTuple):
-    """What is to be written from what: the paths that are read, what of the source, what was left out as damaged."""
+    """What is to be written from what: the paths that are read, what of the source, what was left out as damaged.
+
+    `replaces`: what is at the target now, as a note.
+    """
 
     checkpoint: Checkpoint
     sources: tuple[str, ...]
@@ -155,6 +159,7 @@ class _ConvertPlan(NamedTuple):
     selection: Selection
     corrupt: tuple[Finding, ...]
     output: LaidOut
+    replaces: str
 
     @property
     def files(self) -> tuple[OutputFile, ...]:
@@ -173,6 +178,7 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     sources = (checkpoint.path, *options.also)
     require_place(path, is_one_file(to, path), 0, options.overwrite, sources)  # before all is checked, which takes time
     require_no_part(path, checkpoint, "source")
+    replaces = replaced(path, to) if options.overwrite else ""
     corrupt = _corrupt(checkpoint, options)
     bad = {finding.fqn for finding in corrupt if finding.fqn}
     if corrupt and not any(fqn not in bad and selects(fqn, options.keys, options.exclude) for fqn in checkpoint):
@@ -187,7 +193,7 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     output = lay_out(checkpoint, selection, to, wanted)
     if not options.trust:
         require_safe(checkpoint, selection.without_objects() if output.skipped else selection)
-    return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output)
+    return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output, replaces)
 
 
 def _write(plan: _ConvertPlan, options: ConvertOptions, progress: Progress | None) -> Collection[str]:
@@ -234,6 +240,7 @@ def _told(
 def _notes(plan: _ConvertPlan, options: ConvertOptions, unproven: Collection[str]) -> tuple[str, ...]:
     unchecked = f"--check did not compare the values of the {plan.selection.n_cast:,} tensors that were cast"
     return (
+        *([plan.replaces] if plan.replaces else []),
         *([unchecked] if options.check and plan.selection.n_cast else []),
         *plan.selection.notes,
         *plan.output.notes,

@@ -15,6 +15,7 @@ from dcptool.errors import DcptoolError, ItemError, StorageError, UnsupportedErr
 from dcptool.formats.detect import open_checkpoint
 from dcptool.formats.output import is_one_file
 from dcptool.ops.guards import require_unchanged
+from dcptool.ops.replacing import replaced
 from dcptool.storage import is_url
 from dcptool.storage.base import translated
 from dcptool.storage.local import sync
@@ -45,6 +46,8 @@ def convert_with_torch(source: str, target: str, to: str, *, trust: bool, overwr
     if problem:
         raise UnsupportedError(problem)
     checkpoint = open_checkpoint(source)
+    if overwrite:
+        replaced(target, to)
     try:
         import torch
     except ImportError:

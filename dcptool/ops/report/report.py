@@ -18,6 +18,7 @@ from dcptool.errors import OutputExistsError
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.ops.guards import leftover_notes, require_no_part
 from dcptool.ops.inspect.summary import summarize_checkpoint
+from dcptool.ops.replacing import replaced
 from dcptool.ops.report.document import describe
 from dcptool.ops.report.html import to_html
 from dcptool.ops.verify.verdict import State, VerifyOptions, judge
@@ -94,6 +95,8 @@ def write_report(
     source, out = os.fspath(path), os.fspath(target)
     _require_page(out)
     require_place(out, True, 0, overwrite, (source,))  # before all is looked at, which takes time
+    if overwrite:
+        replaced(out, "page")
     checkpoint = open_checkpoint(source)
     require_no_part(out, checkpoint, "checkpoint")
     keys, exclude = globs(keys), globs(exclude)

@@ -25,6 +25,7 @@ from dcptool.groups.audience import Audience, NotedStorage
 from dcptool.groups.group import ProcessGroup
 from dcptool.groups.sharing import Contribution, agree, blocks, contribute, require_going, values_of
 from dcptool.ops.guards import ANOTHER_STEP, damaged, require_equal, require_same, require_unchanged
+from dcptool.ops.replacing import replaced
 from dcptool.ops.reshard.plan import Plan, ReshardOptions, make_plan
 from dcptool.ops.reshard.result import Resharded, summarize_plan
 from dcptool.storage import Creator, LocalStorage, is_url, storage_at
@@ -89,6 +90,7 @@ class _Coordinator:
         options = self._options
         plan = self.plan = make_plan(source, target, options)
         require_place(plan.target, False, plan.nbytes, options.overwrite, read_paths(plan.source.path, options))
+        self._replaces = replaced(plan.target, "dcp") if options.overwrite else ""
         self.place = self._stack.enter_context(
             prepare(plan.target, False, plan.nbytes, options.overwrite, plan.source.path)
         )
@@ -106,7 +108,7 @@ class _Coordinator:
         self._audience.published()
         unproven = {fqn for report in reports for fqn in report.unproven}
         seconds = time.perf_counter() - began
-        return summarize_plan(self.plan, self._options, self._group.size, seconds, True, unproven)
+        return summarize_plan(self.plan, self._options, self._group.size, seconds, True, self._replaces, unproven)
 
 
 def read_paths(source: str, options: ReshardOptions) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from functools import partial
 from dcptool.copying.publishing import require_place
 from dcptool.groups.together import require_gloo, work_together
 from dcptool.groups.torchrun import under_torchrun
+from dcptool.ops.replacing import replaced
 from dcptool.ops.reshard.member import read_paths, reshard_member
 from dcptool.ops.reshard.plan import ReshardOptions, make_plan, options_problem
 from dcptool.ops.reshard.result import Resharded, summarize_plan
@@ -60,8 +61,9 @@ def reshard(
     if dry_run:
         plan = make_plan(source, target, options)
         require_place(plan.target, False, plan.nbytes, options.overwrite, read_paths(plan.source.path, options))
+        replaces = replaced(plan.target, "dcp") if options.overwrite else ""
         workers = _n_workers(options, plan.n_ranks)
-        return summarize_plan(plan, options, workers, time.perf_counter() - began, False)
+        return summarize_plan(plan, options, workers, time.perf_counter() - began, False, replaces)
     if not under_torchrun():
         _require_paths(source, target, options)
     require_gloo("reshard", "--dry-run does not")
@@ -83,6 +85,8 @@ def _require_paths(source: str | None, target: str | None, options: ReshardOptio
     if target is not None and not is_url(target):
         sources = read_paths(source, options) if source is not None else ()
         require_place(target, False, 0, options.overwrite, sources)
+        if options.overwrite:
+            replaced(target, "dcp")
 
 
 def _n_workers(options: ReshardOptions, n_ranks: int) -> int:

@@ -53,6 +53,7 @@ def summarize_plan(
     workers: int,
     seconds: float,
     published: bool,
+    replaces: str,
     unproven: Collection[str] = (),
 ) -> Resharded:
     """Return a plan as a result.
@@ -62,6 +63,7 @@ def summarize_plan(
         workers: processes that shared the work, or would.
         seconds: wall time so far.
         published: whether it was written.
+        replaces: what is, or was, at the target, as a note; "" for nothing.
         unproven: names of the tensors that were read and have no checksums.
     """
     threads = options.threads or 1
@@ -77,6 +79,11 @@ def summarize_plan(
         workers,
         memory_nbytes(1, threads),
         seconds,
-        (*plan.notes, *source_notes(plan.source, plan.selection, unproven), *leftover_notes(plan.target)),
+        (
+            *([replaces] if replaces else []),
+            *plan.notes,
+            *source_notes(plan.source, plan.selection, unproven),
+            *leftover_notes(plan.target),
+        ),
         published,
     )

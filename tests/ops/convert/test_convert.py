@@ -441,15 +441,19 @@ class TestSafety:
         with pytest.raises(OutputExistsError, match="--overwrite"):
             convert(FOREIGN / "w_async", tmp_path / "m.pt", "torch")
         assert (tmp_path / "m.pt").read_text() == "precious"
+        with pytest.raises(OutputExistsError, match=r"no file of torch\.save: not replaced"):
+            convert(FOREIGN / "w_async", tmp_path / "m.pt", "torch", ConvertOptions(overwrite=True))
+        assert (tmp_path / "m.pt").read_text() == "precious"
+        torch.save({"old": 1}, tmp_path / "m.pt")
         convert(FOREIGN / "w_async", tmp_path / "m.pt", "torch", ConvertOptions(overwrite=True))
         assert torch.load(tmp_path / "m.pt", weights_only=False)["step"] is not None
         (tmp_path / "d").mkdir()
         convert(FOREIGN / "w_async", tmp_path / "d", "dcp")
         with pytest.raises(OutputExistsError):
             convert(FOREIGN / "w_async", tmp_path / "d", "dcp")
-        (tmp_path / "d" / "old").write_text("")
+        (tmp_path / "d" / "__7_0.distcp").write_bytes(b"left by a wider save")
         convert(FOREIGN / "w_threads3", tmp_path / "d", "dcp", ConvertOptions(overwrite=True))
-        assert not (tmp_path / "d" / "old").exists()
+        assert not (tmp_path / "d" / "__7_0.distcp").exists()
         assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "m.pt"]
         with pytest.raises(OutputExistsError, match="is a folder"):
             convert(FOREIGN / "w_async", tmp_path / "d", "torch", ConvertOptions(overwrite=True))

@@ -321,6 +321,9 @@ def test_output_is_refused_where_it_must_not_go(foreign, tmp_path):
     with pytest.raises(OutputExistsError, match="--overwrite"):
         dcptool.write_report(tmp_path / "ckpt", target)
     assert target.read_text() == "mine"
+    with pytest.raises(OutputExistsError, match="no HTML page: not replaced"):
+        dcptool.write_report(tmp_path / "ckpt", target, overwrite=True)
+    target.write_text("<!DOCTYPE html><title>older</title>")
     dcptool.write_report(tmp_path / "ckpt", target, overwrite=True)
     assert target.read_text().startswith("<!doctype html>")
     with pytest.raises(LayoutError, match="no entry matches"):
