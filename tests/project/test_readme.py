@@ -46,7 +46,7 @@ def test_the_training_loop_goes_on_with_other_ranks(tmp_path):
     out, longer = tmp_path / "out", tmp_path / "longer"
     assert values(run_ranks(0, told, out, launch, 2, 0, script, tmp_path, "loop.py")) == [0]
     values(run_ranks(0, told, longer, script, tmp_path, "longer.py"))
-    assert out.read_text().splitlines() == ["from the beginning"] * 2
+    assert re.findall(r"\S.*?beginning", out.read_text()) == ["from the beginning"] * 2  # ranks print at once
     assert longer.read_text().splitlines() == [f"resumed from {tmp_path}/ckpt/step_10"]
     assert sorted(path.parent.name for path in tmp_path.glob("ckpt/*/_COMPLETE")) == ["step_10", "step_13", "step_5"]
 
