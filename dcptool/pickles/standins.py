@@ -12,7 +12,8 @@ from typing import Any
 
 _MAX_CALLS = 8
 """Calls of calls that a name is looked for behind."""
-_MOVED = {"__builtin__": "builtins", "pathlib._local": "pathlib", "exceptions": "builtins"}
+MOVED = {"__builtin__": "builtins", "pathlib._local": "pathlib", "exceptions": "builtins", "copy_reg": "copyreg"}
+"""Modules under the names that older or newer Pythons give them."""
 
 
 class Global:
@@ -114,7 +115,7 @@ def qualified_name(value: Any) -> str:
             break
         value = value.function
     if isinstance(value, Global):
-        return f"{_MOVED.get(value.module, value.module)}.{value.name}"
+        return f"{MOVED.get(value.module, value.module)}.{value.name}"
     return type(value).__name__
 
 
