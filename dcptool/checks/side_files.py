@@ -176,14 +176,14 @@ def _of_torch(storage: Storage, name: str) -> list[Finding]:
 
 
 def _pickle_problems(file: IO[bytes], name: str, nbytes: int, level: Level) -> list[Finding]:
+    problems = _runs(file, name) if level >= Level.RECORDS else []
+    if problems:
+        return problems
     file.seek(max(nbytes - 16, 0))
     if not file.read().rstrip().endswith(b".") and name.endswith((".pkl", ".pt", ".pth")):
         return [_cut(name, f"is cut short: {nbytes_words(nbytes)} of a pickle without its end")]
-    if level < Level.RECORDS:
+    if level < Level.RECORDS or nbytes > _MAX_PICKLE_NBYTES:
         return []
-    problems = _runs(file, name)
-    if problems or nbytes > _MAX_PICKLE_NBYTES:
-        return problems
     calls = Calls()
     try:
         file.seek(0)

@@ -17,6 +17,8 @@ from typing import Any
 from dcptool.pickles.names import is_class, is_fine, is_nearly_fine, may_be_made, may_be_new, reaches
 from dcptool.pickles.standins import MOVED, Global, Node, qualified_name
 
+LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""The first pickle of a stream of torch.save before 1.6."""
 _GETATTR = "builtins.getattr"
 _NESTING = "torch.storage._load_from_bytes"
 _INDIRECT = {
@@ -25,7 +27,7 @@ _INDIRECT = {
     "numpy.random._pickle.__bit_generator_ctor": (0, None), "copyreg._reconstructor": (1, None),
 }  # fmt: skip
 """Functions that call what one of their arguments is: which, and the argument that it is given."""
-_REGISTRY = "the extension registry"
+_REGISTRY = Global("copyreg", "_extension_registry")
 _CHECKED = frozenset({_NESTING, _GETATTR, "builtins.type", "copyreg.__newobj__", *_INDIRECT})
 """Functions whose arguments decide."""
 _MEMBERS = frozenset({("zoneinfo.ZoneInfo", "_unpickle")})
@@ -85,9 +87,10 @@ class Calls:
         elif isinstance(target, Node) and target.state is not None:
             self._unsafe.add(f"a method in the state of {qualified_name(target)}")
 
-    def extend_registry(self) -> None:
-        """Note a code of the extension registry, which stands for a name outside the file."""
-        self._unsafe.add(_REGISTRY)
+    def registered(self) -> Global:
+        """Note a code of the extension registry, and return what stands for the name behind it, outside the file."""
+        self._unsafe.add(qualified_name(_REGISTRY))
+        return _REGISTRY
 
     def add_names(self, found: Iterable[tuple[str, str]]) -> None:
         """Note imported names, as module and name in it."""
@@ -116,7 +119,7 @@ class Calls:
             self._attributes.append(args)
         elif name == _NESTING:
             data = _plain_bytes(args[0]) if len(args) == 1 else None
-            if data is None:
+            if data is None or not data.startswith(LEGACY_MAGIC):  # torch writes no other
                 self._unsafe.add(name)
             else:
                 self.nested.append(data)
@@ -135,7 +138,7 @@ class Calls:
 
 def certain(names: Iterable[str]) -> tuple[str, ...]:
     """Return those names of what runs code that are no damage to what writers write."""
-    return tuple(name for name in names if name != _REGISTRY and not is_nearly_fine(name))
+    return tuple(name for name in names if name != qualified_name(_REGISTRY) and not is_nearly_fine(name))
 
 
 def _is_nested_class(node: Node) -> bool:

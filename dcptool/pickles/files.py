@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from io import BytesIO
 from typing import IO, Any
 
-from dcptool.errors import MetadataError, RunsCodeError, StorageError
+from dcptool.errors import MetadataError, RunsCodeError, StorageError, UnsupportedError
 from dcptool.pickles import inert
 from dcptool.pickles.calls import Calls, certain
 
@@ -57,7 +57,10 @@ _ERRORS = (
 
 def refuse_code(file: IO[bytes], error: Exception) -> None:
     """Raise RunsCodeError if a file that could not be read, for `error`, would run code; else return."""
-    names = error.names if isinstance(error, RunsCodeError) else certain(runs(file))
+    names = error.names if isinstance(error, RunsCodeError) else runs(file)
+    file.seek(0)
+    if not isinstance(error, UnsupportedError) and file.read(len(_ZIP)) == _ZIP:  # it is damaged
+        names = certain(names)
     if names:
         raise RunsCodeError(str(error).partition("\n")[0], names) from error
 

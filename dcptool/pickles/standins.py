@@ -6,13 +6,14 @@ Every name becomes a `Global`, every call or instance a `Node` that remembers ho
 
 from __future__ import annotations
 
+import _compat_pickle
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 _MAX_CALLS = 8
 """Calls of calls that a name is looked for behind."""
-MOVED = {"__builtin__": "builtins", "pathlib._local": "pathlib", "exceptions": "builtins", "copy_reg": "copyreg"}
+MOVED = {**_compat_pickle.IMPORT_MAPPING, "pathlib._local": "pathlib", "exceptions": "builtins"}
 """Modules under the names that older or newer Pythons give them."""
 
 
