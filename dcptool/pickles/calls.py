@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dcptool.pickles.names import is_class, is_fine, is_nearly_fine, may_be_made, may_be_new, reaches
+from dcptool.pickles.names import is_class, is_fine, is_nearly_written, may_be_made, may_be_new, reaches
 from dcptool.pickles.standins import MOVED, Global, Node, qualified_name
 
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -138,7 +138,7 @@ class Calls:
 
 def certain(names: Iterable[str]) -> tuple[str, ...]:
     """Return those names of what runs code that are no damage to what writers write."""
-    return tuple(name for name in names if name != qualified_name(_REGISTRY) and not is_nearly_fine(name))
+    return tuple(name for name in names if name != qualified_name(_REGISTRY) and not is_nearly_written(name))
 
 
 def _is_nested_class(node: Node) -> bool:

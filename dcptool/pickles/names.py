@@ -34,7 +34,7 @@ _ACTING = re.compile(
 )
 """Names inside packages that are fine otherwise."""
 _FINE = re.compile(
-    r"builtins\.(set|frozenset|list|dict|tuple|slice|x?range|complex|bytearray|bytes|int|float|str|bool|object|type"
+    r"builtins\.(set|frozenset|list|dict|tuple|slice|x?range|complex|bytearray|bytes|int|float|str|bool|object|type|long|unicode"
     r"|Ellipsis|NotImplemented|max|min|sum|abs|len|round|sorted|any|all|[A-Z]\w*(Error|Exception|Warning|Iteration))"
     r"|torch\.([A-Za-z]+Storage|Size|device|dtype|Generator|[a-z]+\d\w*|bool|half|float|double|long|short|int|bits\w*"
     r"|strided|sparse_\w+|contiguous_format|channels_last\w*|preserve_format|Tensor|per_(tensor|channel)_\w+)"
@@ -43,7 +43,8 @@ _FINE = re.compile(
     r"|numpy\.((_core|core|ma\.core)\.(multiarray\.(_reconstruct|scalar)|numeric\._frombuffer|_mareconstruct)|dtype"
     r"|ma\.core\._mareconstruct|ndarray|bool_?|u?int\d+|float\d+"
     r"|([a-z_]\w*\.)*(__randomstate_ctor|__generator_ctor|__bit_generator_ctor|__pyx_unpickle_[A-Z]\w*))"
-    r"|_codecs\.encode|copyreg\.(_reconstructor|__newobj__)|functools\.partial|re\._compile|types\.SimpleNamespace"
+    r"|_codecs\.encode|copyreg\.(_reconstructor|__newobj__)|functools\.partial|re\._compile|types\.(SimpleNamespace|GenericAlias)|http\.HTTP(Status|Method)"
+    r"|inspect\.(_empty|Parameter|Signature|_ParameterKind)"
     r"|(io|_io)\.(BytesIO|StringIO)|array\.(array|_array_reconstructor)|logging\.getLogger|itertools\.count"
     r"|joblib\.numpy_pickle\.NumpyArrayWrapper"
     r"|(collections|argparse|pathlib|datetime|decimal|_decimal|fractions|uuid|enum|signal|zoneinfo|ipaddress|random)"
@@ -55,11 +56,12 @@ _WRITTEN_NAMES = """
     torch._utils._rebuild_parameter_with_state torch._tensor._rebuild_from_type_v2 torch.serialization._get_layout
     torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING torch.Size torch.device collections.OrderedDict
     numpy._core.multiarray._reconstruct numpy.core.multiarray._reconstruct numpy._core.multiarray.scalar
-    numpy.core.multiarray.scalar numpy.dtype _codecs.encode builtins.set builtins.getattr pathlib.PosixPath
+    numpy.core.multiarray.scalar numpy.dtype _codecs.encode builtins.set pathlib.PosixPath
     collections.defaultdict
 """
 _WRITTEN = frozenset(_WRITTEN_NAMES.split())
 """What nearly all checkpoints call."""
+_WRITTEN_LAST = {name.rpartition(".")[2] for name in _WRITTEN}
 _LAUNCHERS = frozenset(
     ("Popen", "CDLL", "PyDLL", "WinDLL", "OleDLL", "FileIO", "CodeType", "FunctionType", "LambdaType", "ModuleType")
 )
@@ -91,10 +93,16 @@ def is_fine(name: str) -> bool:
     return _FINE.fullmatch(name) is not None and not _MAKING_CLASSES.fullmatch(name)
 
 
-def is_nearly_fine(name: str) -> bool:
-    """Tell whether a name is one that nearly all checkpoints call, with one character changed."""
+def is_nearly_written(told: str) -> bool:
+    """Tell whether what `Calls.unsafe` tells may be what nearly all checkpoints call, but for a changed bit.
+
+    Such a bit changes one character of a name, or makes an opcode do something else with the name.
+    """
+    words, _, name = told.rpartition(" ")
+    if words:
+        return not name.rpartition(".")[0] or name.rpartition(".")[2] in _WRITTEN_LAST or name.endswith("Storage")
     same = (known for known in _WRITTEN if len(known) == len(name))
-    return any(sum(map(str.__ne__, known, name)) == 1 for known in same)
+    return name.startswith(".") or any(sum(map(str.__ne__, known, name)) == 1 for known in same)
 
 
 def may_be_made(name: str, args: Any) -> bool:

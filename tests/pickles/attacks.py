@@ -13,6 +13,7 @@ import os
 import pickle
 import struct
 import tarfile
+import warnings
 import zipfile
 import zlib
 from typing import NamedTuple
@@ -107,8 +108,10 @@ def _pickles() -> dict[str, bytes]:
         "getattr of a module": head + call("builtins", "getattr", name("os", "path"), text("os")) + b"0" + MKDIR + b".",
         "a method by its dots": head4 + stack_name("pathlib", "Path.mkdir") + path + b"\x85R.",
         "a module by its dots": head4 + stack_name("shutil", "os.mkdir") + text("x") + b"\x85R.",
-        "a module of torch's by its dots": head4 + stack_name("torch.serialization", "os.mkdir") + text("x") + b"\x85R.",
-        "a class by its dots": head4 + stack_name("torch.serialization", "io.FileIO") + text("x") + text("w") + b"\x86R.",
+        "a module of torch's by its dots": head4 + stack_name("torch.serialization", "os.mkdir") + text("x")
+        + b"\x85R.",
+        "a class by its dots": head4 + stack_name("torch.serialization", "io.FileIO") + text("x") + text("w")
+        + b"\x86R.",
         "_reconstructor": head + call("copyreg", "_reconstructor", name("logging", "FileHandler"),
         name("logging", "FileHandler"), text("x")) + b".",
         # pickle's own hooks.
@@ -176,7 +179,8 @@ def _pickles() -> dict[str, bytes]:
         "pickle.loads": head + call("pickle", "loads", b"C" + bytes([len(MKDIR) + 3]) + head + MKDIR + b".") + b".",
         "_pickle.loads": head + call("_pickle", "loads", b"C" + bytes([len(MKDIR) + 3]) + head + MKDIR + b".") + b".",
         "cPickle.loads": head + call("cPickle", "loads", b"C" + bytes([len(MKDIR) + 3]) + head + MKDIR + b".") + b".",
-        "_load_from_bytes": head + call("torch.storage", "_load_from_bytes", _bytes(legacy(head + MKDIR + b"."))) + b".",
+        "_load_from_bytes": head + call("torch.storage", "_load_from_bytes", _bytes(legacy(head + MKDIR + b".")))
+        + b".",
         "_load_from_bytes, as text": head + call("torch.storage", "_load_from_bytes",
         call("_codecs", "encode", b"X" + struct.pack("<L", len(_latin(legacy(head + MKDIR + b"."))))
         + _latin(legacy(head + MKDIR + b".")), text("latin1"))) + b".",
@@ -224,7 +228,8 @@ def legacy(*pickles: bytes) -> bytes:
 
 def zipped(*members: tuple[str, bytes], method: int = zipfile.ZIP_STORED, comment: bytes = b"") -> bytes:
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", method) as archive:
+    with warnings.catch_warnings(), zipfile.ZipFile(out, "w", method) as archive:
+        warnings.simplefilter("ignore")  # of names that come twice
         for member, data in members:
             archive.writestr(zipfile.ZipInfo(member), data, method)
         archive.comment = comment

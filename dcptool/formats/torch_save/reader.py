@@ -21,10 +21,10 @@ from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import is_contiguous, volume
 from dcptool.errors import DcptoolError, ItemError, MetadataError, StorageError, UnsupportedError
 from dcptool.formats.torch_save import items as torch_items
-from dcptool.formats.torch_save.format import LEGACY_MAGIC, TORCH_SAVE, is_legacy
+from dcptool.formats.torch_save.format import TORCH_SAVE, is_legacy
 from dcptool.formats.torch_save.zip import TorchZip
 from dcptool.pickles import inert, plain
-from dcptool.pickles.calls import Calls
+from dcptool.pickles.calls import LEGACY_MAGIC, Calls
 from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Global, Node, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
