@@ -32,14 +32,14 @@ _MAX_MEMBERS = 20_000
 _START_NBYTES = 512
 _ZIP, _NUMPY, _PROTO = b"PK\x03\x04", b"\x93NUMPY", b"\x80"
 _LOCAL = struct.Struct("<26x2H")
-_OLD = re.compile(rb"[(\]})cNKMJIFLSVXUTG]")
-"""First bytes of pickles without a protocol, 0 and 1; text begins so too."""
+_BARE = re.compile(rb"[(\]})cNKMJIFLSVXUTGBC\x82-\x84\x88-\x8f\x95\x96]")
+"""First bytes of pickles that do not say their protocol; text begins so too."""
 _SUFFIXES = (".pkl", ".pickle", ".joblib", ".npy", ".pt", ".pth", ".bin", ".ckpt", ".dat", ".data", "/pickle")
 _PACKED: tuple[tuple[bytes, Any], ...] = (
     (b"\x1f\x8b", lambda: zlib.decompressobj(31)),
     (b"\x78\x01", zlib.decompressobj), (b"\x78\x5e", zlib.decompressobj), (b"\x78\x9c", zlib.decompressobj),
     (b"\x78\xda", zlib.decompressobj), (b"BZh", bz2.BZ2Decompressor),
-    (b"\xfd7zXZ", lzma.LZMADecompressor), (b"\x5d\x00\x00", lzma.LZMADecompressor),
+    (b"\xfd7zXZ", lzma.LZMADecompressor), (b"\x5d\x00", lzma.LZMADecompressor),
 )  # fmt: skip
 _NAME = rb"([A-Za-z_][\w.]{0,200})"
 _MEMO = rb"(?:\x94|q.|r.{4})?"
@@ -90,15 +90,13 @@ class _Unpacking:
             file.seek(0)
             if start.startswith(_ZIP):
                 self._zip(file, depth)
-            elif start[257:262] == b"ustar":
-                self._tar(file, depth)
             elif start.startswith(_NUMPY):
                 width = 2 if start[6] == 1 else 4
-                offset = 8 + width + int.from_bytes(start[8 : 8 + width], "little")
-                if b"O" in start[8 + width : offset]:
-                    self._pickles(self._read(file, offset))
+                self._pickles(self._read(file, 8 + width + int.from_bytes(start[8 : 8 + width], "little")))
             else:
                 self._rest(file, start, depth)
+                if start[257:262] == b"ustar":  # whatever it begins with: a name can be a pickle
+                    self._tar(file, depth)
         except StorageError:
             raise
         except _ERRORS:
@@ -107,8 +105,8 @@ class _Unpacking:
     def _rest(self, file: IO[bytes], start: bytes, depth: int) -> None:
         make = next((make for magic, make in _PACKED if start.startswith(magic)), None)
         if make and depth < _MAX_DEPTH:
-            self.at(BytesIO(self._unpacked(make(), self._read(file))), depth + 1)
-        elif start.startswith(_PROTO) or _OLD.match(start):
+            self.at(BytesIO(self._unpacked(make, self._read(file))), depth + 1)
+        elif start.startswith(_PROTO) or _BARE.match(start):
             self._pickles(self._read(file))
 
     def _read(self, file: IO[bytes], offset: int = 0) -> bytes:
@@ -119,8 +117,17 @@ class _Unpacking:
         self._left -= len(data)
         return data
 
-    def _unpacked(self, unpacker: Any, data: bytes) -> bytes:
-        return self._taken(unpacker.decompress(data, max(self._left, 1)))
+    def _unpacked(self, make: Any, data: bytes) -> bytes:
+        """Decompress streams, which may follow one another."""
+        pieces = []
+        while data and self._left > 0:
+            unpacker = make()
+            try:
+                pieces.append(self._taken(unpacker.decompress(data, self._left)))
+            except _ERRORS:
+                break
+            data = unpacker.unused_data
+        return b"".join(pieces)
 
     def _pickles(self, data: bytes) -> None:
         """Note what the pickles of a stream run; raw values may follow them, or lie between those of joblib."""
@@ -131,8 +138,8 @@ class _Unpacking:
                     break
                 position += inert.scan(data[position:], calls)
         except MetadataError:
-            if any(name.startswith("joblib.") for name in calls.names):
-                calls.add_names(_spelt(data))
+            if position or any(name.startswith("joblib.") for name in calls.names):
+                calls.add_names(_spelt(data[position:]))
         self.names |= set(calls.unsafe)
 
     def _zip(self, file: IO[bytes], depth: int) -> None:
@@ -145,7 +152,7 @@ class _Unpacking:
     def _tar(self, file: IO[bytes], depth: int) -> None:
         with tarfile.open(fileobj=file, mode="r:") as archive:
             for _, member in zip(range(_MAX_MEMBERS), archive, strict=False):
-                content = archive.extractfile(member) if member.isreg() else None
+                content = archive.extractfile(member)  # of links what they lead to; None for folders
                 if content and self._is_worth(content.read(_START_NBYTES), f"/{member.name}", depth):
                     self.at(content, depth + 1)
 

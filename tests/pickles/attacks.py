@@ -189,6 +189,7 @@ def _pickles() -> dict[str, bytes]:
         # Spelling.
         "names with escapes": b"S'\\x70osix'\nS'mkd\\x69r'\n\x93(S'x'\ntR.",
         "names as unicode": b"V\\u0070osix\nVmkdir\n\x93(Vx\ntR.",
+        "no protocol, though of 4": stack_name("posix", "mkdir").replace(b"X\x05\0\0\0", b"\x8c\x05", 1) + b"(Vx\ntR.",
         "no protocol": name("posix", "mkdir") + b"(Vx\ntR.",
         "a protocol in the middle": b"0\x80\x04"[1:] + stack_name("posix", "mkdir") + text("x") + b"\x85R\x80\x02.",
         "both ways to number the memo": head4 + b"N\x94Nq\x05" + MKDIR + b".",
@@ -246,8 +247,12 @@ def tarred(*members: tuple[str, bytes]) -> bytes:
     return out.getvalue()
 
 
-def array_of_objects(data: bytes) -> bytes:
-    header = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }"
+def _tar_that_begins_with(data: bytes) -> bytes:
+    return data + tarred(("a" * 90, PLAIN))[len(data) :]
+
+
+def array_of_objects(data: bytes, dtype: str = "|O") -> bytes:
+    header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': (1,), }}".encode()
     header += b" " * (-(len(header) + 11) % 64) + b"\n"
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
 
@@ -262,6 +267,7 @@ def _files() -> dict[str, Attack]:
     evil, version = b"\x80\x02" + MKDIR + b".", ("archive/version", b"3\n")
     own = ("archive/data.pkl", PLAIN)
     good = zipped(("archive/data.pkl", evil), version)
+    no_storages = pickle.dumps(0) + pickle.dumps([])
     zips = {
         "data.pkl": good,
         "another folder, first": zipped(("other/data.pkl", evil), own, version),
@@ -291,9 +297,11 @@ def _files() -> dict[str, Attack]:
         "legacy, version": MAGIC + evil + legacy()[len(MAGIC) :],
         "a bare pickle": evil,
         "behind the first pickle": PLAIN + evil,
-        "tar": tarred(("storages", pickle.dumps(0)), ("tensors", pickle.dumps(0)), ("pickle", evil)),
+        "a tar's name": _tar_that_begins_with(name("posix", "mkdir") + b"(Vx\ntR."),
+        "behind raw values": PLAIN + b"\1\2\3\4" * 99 + evil,
+        "tar": tarred(("storages", no_storages), ("tensors", pickle.dumps(0)), ("pickle", evil)),
         "tar, storages": tarred(("storages", evil), ("tensors", pickle.dumps(0)), ("pickle", PLAIN)),
-        "tar, tensors": tarred(("storages", pickle.dumps(0)), ("tensors", evil), ("pickle", PLAIN)),
+        "tar, tensors": tarred(("storages", no_storages), ("tensors", evil), ("pickle", PLAIN)),
     }
     found = {f"zip: {key}": Attack(".pt", data, "torch") for key, data in zips.items()}
     found |= {f"stream: {key}": Attack(".pt", data, "torch") for key, data in streams.items()}
@@ -302,11 +310,16 @@ def _files() -> dict[str, Attack]:
         f"pickle named {suffix}": Attack(suffix, evil, "pickle")
         for suffix in (".bin", ".ckpt", ".pth", ".pickle", ".joblib", ".dat", ".data", ".state", ".json.bak")
     }
-    packed = {"gz": gzip.compress(evil), "zlib": zlib.compress(evil), "bz2": bz2.compress(evil),
-              "xz": lzma.compress(evil), "lzma": lzma.compress(evil, lzma.FORMAT_ALONE)}  # fmt: skip
+    halves = [evil[:9], evil[9:]]
+    packed = {
+        "two gz": b"".join(map(gzip.compress, halves)), "two bz2": b"".join(map(bz2.compress, halves)),
+        "two xz": b"".join(map(lzma.compress, halves)), "gz": gzip.compress(evil), "zlib": zlib.compress(evil),
+        "bz2": bz2.compress(evil), "xz": lzma.compress(evil), "lzma": lzma.compress(evil, lzma.FORMAT_ALONE),
+    }  # fmt: skip
     found |= {f"joblib, {key}": Attack(".joblib", data, "joblib") for key, data in packed.items()}
     return found | {
         "npy": Attack(".npy", array_of_objects(evil), "numpy"),
+        "npy, spelt out": Attack(".npy", array_of_objects(evil, "object"), "numpy"),
         "npz": Attack(".npz", zipped(("a.npy", array_of_objects(evil))), "numpy"),
     }
 
