@@ -35,11 +35,19 @@ _LOCAL = struct.Struct("<26x2H")
 _BARE = re.compile(rb"[(\]})cNKMJIFLSVXUTGBC\x82-\x84\x88-\x8f\x95\x96]")
 """First bytes of pickles that do not say their protocol; text begins so too."""
 _SUFFIXES = (".pkl", ".pickle", ".joblib", ".npy", ".pt", ".pth", ".bin", ".ckpt", ".dat", ".data", "/pickle")
+_LZMA_NBYTES = 256 << 20
+"""What a stream of lzma may need to be unpacked; a dictionary may be 4 GiB, for nothing."""
+
+
+def _lzma() -> lzma.LZMADecompressor:
+    return lzma.LZMADecompressor(memlimit=_LZMA_NBYTES)
+
+
 _PACKED: tuple[tuple[bytes, Any], ...] = (
     (b"\x1f\x8b", lambda: zlib.decompressobj(31)),
     (b"\x78\x01", zlib.decompressobj), (b"\x78\x5e", zlib.decompressobj), (b"\x78\x9c", zlib.decompressobj),
     (b"\x78\xda", zlib.decompressobj), (b"BZh", bz2.BZ2Decompressor),
-    (b"\xfd7zXZ", lzma.LZMADecompressor), (b"\x5d\x00", lzma.LZMADecompressor),
+    (b"\xfd7zXZ", _lzma), (b"\x5d\x00", _lzma),
 )  # fmt: skip
 _NAME = rb"([A-Za-z_][\w.]{0,200})"
 _MEMO = rb"(?:\x94|q.|r.{4})?"
@@ -51,7 +59,7 @@ _IMPORT = re.compile(
 """GLOBAL of the best known modules; STACK_GLOBAL after two strings."""
 _ERRORS = (
     zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError,
-    ValueError, OSError, LookupError, struct.error,
+    ValueError, OSError, LookupError, struct.error, MemoryError,
 )  # fmt: skip
 
 
