@@ -124,7 +124,8 @@ def test_values_of_common_packages_and_classes_of_the_job_are_fine(protocol):
         logging.getLogger("x"), array.array("i", [1]), itertools.count(3), zoneinfo.ZoneInfo("UTC"), type(None),
         np.ma.array([1, 2], mask=[0, 1]), np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
         np.datetime64("2026"), np.array([{"a": 1}], dtype=object), json.JSONDecodeError("a", "b", 1), list[int],
-        types.SimpleNamespace(a=1), http.HTTPStatus.OK, Registry({"a": 1}), collections.ChainMap({}), ipaddress.ip_address("::1"), Frozen(1),
+        types.SimpleNamespace(a=1), http.HTTPStatus.OK, Registry({"a": 1}), collections.ChainMap({}), Frozen(1),
+        ipaddress.ip_address("::1"),
         Pair(1, 2),
     ]  # fmt: skip
     assert unsafe(pickle.dumps(values, protocol)) == ()
