@@ -4,7 +4,8 @@
     ├── CheckpointNotFoundError   (FileNotFoundError)     nothing at that path, or no checkpoint in it
     │   └── SeveralCheckpointsError                       a folder of checkpoints where one is wanted
     ├── MetadataError             (ValueError)            `.metadata` or a header cannot be read
-    │   └── UnsafePickleError                             a pickle is built to exhaust or attack its reader
+    │   ├── UnsafePickleError                             a pickle is built to exhaust or attack its reader
+    │   └── RunsCodeError                                 what cannot be read would run code all the same
     ├── StorageError              (OSError)               the file system or object store said no
     ├── ItemError                 (ValueError)            a stored chunk or object is not what the metadata says
     ├── LayoutError               (ValueError)            the boxes of a tensor do not give what was asked for
@@ -66,6 +67,18 @@ class MetadataError(DcptoolError, ValueError):
 
 class UnsafePickleError(MetadataError):
     """A pickle is built so that reading it would exhaust memory, the stack or time."""
+
+
+class RunsCodeError(MetadataError):
+    """What a file or an item holds is nothing dcptool reads, or damaged, and runs code when it is loaded.
+
+    Attributes:
+        names: what it would run; see `pickles.calls`.
+    """
+
+    def __init__(self, message: str = "", names: tuple[str, ...] = (), *, next_step: str = "") -> None:
+        super().__init__(message, next_step=next_step)
+        self.names = names
 
 
 class StorageError(DcptoolError, OSError):

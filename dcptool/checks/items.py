@@ -18,7 +18,7 @@ from dcptool.checkpoint.fill import crc32
 from dcptool.checkpoint.findings import LOOK_AGAIN, Finding, unsafe_pickle
 from dcptool.checkpoint.items import FileItems, Placed, name_of
 from dcptool.checkpoint.kinds import Effect
-from dcptool.errors import DcptoolError, ItemError, StorageError, UnsupportedError
+from dcptool.errors import DcptoolError, ItemError, RunsCodeError, StorageError, UnsupportedError
 from dcptool.storage import Progress
 from dcptool.storage.window import Window
 
@@ -199,7 +199,10 @@ class _Scan:
 
     def _tell(self, placed: Placed, error: DcptoolError) -> None:
         """Make a finding of what was raised about an item."""
-        if isinstance(error, UnsupportedError):
+        if isinstance(error, RunsCodeError):
+            for finding in unsafe_pickle(error.names, name_of(placed)):
+                self._add(finding.kind, placed, f"{finding.message}; {error.message}", finding.next_step)
+        elif isinstance(error, UnsupportedError):
             self._add("unsupported-item", placed, error.message, error.next_step or _UNKNOWN)
         else:
             unreadable = isinstance(error, StorageError)

@@ -16,7 +16,7 @@ from dcptool.checkpoint.findings import Finding, cannot_be_read, unsafe_pickle
 from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checks.check import Level, check
 from dcptool.checks.files import GET_LFS_FILES
-from dcptool.errors import DcptoolError, MetadataError, StorageError
+from dcptool.errors import DcptoolError, MetadataError, RunsCodeError, StorageError
 from dcptool.formats.detect import open_part
 from dcptool.formats.safetensors.header import LFS_START
 from dcptool.formats.table import beside
@@ -66,13 +66,13 @@ def look_at(storage: Storage, files: Mapping[str, int], level: Level, threads: i
         threads: how many read at the same time; None for the number of processors.
     """
     names = sorted(files)
-    known = [name for name in names if name.endswith(_KNOWN)]
+    known = [name for name in names if name.endswith(_KNOWN) or level >= Level.RECORDS]
     found: dict[str, tuple[bool, Sequence[Finding]]] = {}
     if known:
         from dcptool.copying.pool import Pool
 
         with Pool(threads) as pool:
-            found = dict(pool.run(lambda name: _problems(storage, name, files[name], level), known))
+            found = dict(pool.run(lambda name: _look_at(storage, name, files[name], level), known))
     unproven = [name for name in names if not found.get(name, (False,))[0]]
     findings = tuple(finding for _, problems in found.values() for finding in problems)
     return SideFiles(tuple(names), findings, len(unproven), sum(files[name] for name in unproven))
@@ -84,6 +84,20 @@ def patterns_of(files: Iterable[str], marker: str) -> frozenset[str]:
     Only those of kinds that trainers keep state in: other files may come and go.
     """
     return frozenset(re.sub(r"\d+", "N", name) for name in beside(files, marker) if name.endswith(_OF_STATE))
+
+
+def _look_at(storage: Storage, name: str, nbytes: int, level: Level) -> tuple[bool, Sequence[Finding]]:
+    """Look at a file; of one whose name says nothing it matters only whether it runs code."""
+    proven, problems = _problems(storage, name, nbytes, level)
+    if name.endswith(_KNOWN):
+        return proven, problems
+    return False, [finding for finding in problems if finding.traits.effect is Effect.UNSAFE]
+
+
+def _runs(file: IO[bytes], name: str) -> list[Finding]:
+    from dcptool.pickles.files import runs
+
+    return unsafe_pickle(runs(file), name, name)
 
 
 def _problems(storage: Storage, name: str, nbytes: int, level: Level) -> tuple[bool, Sequence[Finding]]:
@@ -103,6 +117,8 @@ def _problems(storage: Storage, name: str, nbytes: int, level: Level) -> tuple[b
             return True, _zip_problems(storage, file, name, nbytes, level)
         if start.startswith(_PICKLE) and not is_legacy(start):
             return False, _pickle_problems(file, name, nbytes, level)
+        if level >= Level.RECORDS and (problems := _runs(file, name)):
+            return False, problems
     except StorageError as error:
         return False, [cannot_be_read(error, name)]
     if not any(start[:_START_NBYTES]) and name.endswith(_NEVER_ZEROS):
@@ -136,7 +152,9 @@ def _zip_problems(storage: Storage, file: IO[bytes], name: str, nbytes: int, lev
     archive = opened(file)
     if archive is None:
         return [_cut(name, f"is cut short: {nbytes_words(nbytes)} of a zip without the directory at its end")]
-    problems = _of_torch(storage, name) if level >= Level.RECORDS and is_of_torch(archive) else []
+    problems: list[Finding] = []
+    if level >= Level.RECORDS:
+        problems = _of_torch(storage, name) if is_of_torch(archive) else _runs(file, name)
     damage = damaged_record(archive) if level >= Level.DEEP and not problems else ""
     return [*problems, _wrong(name, f"is damaged in its record {damage}")] if damage else problems
 
@@ -147,6 +165,8 @@ def _of_torch(storage: Storage, name: str) -> list[Finding]:
         found = check(open_part(Location(storage, name), "")).findings
     except StorageError:
         raise
+    except RunsCodeError as error:
+        return unsafe_pickle(error.names, name, name)
     except MetadataError as error:
         return [_wrong(name, f"cannot be read: {error.message.removeprefix(join(storage.root, name) + ': ')}")]
     except DcptoolError:
@@ -155,6 +175,9 @@ def _of_torch(storage: Storage, name: str) -> list[Finding]:
 
 
 def _pickle_problems(file: IO[bytes], name: str, nbytes: int, level: Level) -> list[Finding]:
+    problems = _runs(file, name) if level >= Level.RECORDS else []
+    if problems:
+        return problems
     file.seek(max(nbytes - 16, 0))
     if not file.read().rstrip().endswith(b".") and name.endswith((".pkl", ".pt", ".pth")):
         return [_cut(name, f"is cut short: {nbytes_words(nbytes)} of a pickle without its end")]
@@ -163,12 +186,11 @@ def _pickle_problems(file: IO[bytes], name: str, nbytes: int, level: Level) -> l
     calls = Calls()
     try:
         file.seek(0)
-        inert.load(file.read(), calls=calls)
+        inert.scan(file.read(), calls)
     except MetadataError as error:
-        if any("joblib" in called for called in calls.names):  # which puts arrays between the opcodes
-            return unsafe_pickle(calls.unsafe, name, name)
-        return [_wrong(name, f"is damaged: {error.message}")]
-    return unsafe_pickle(calls.unsafe, name, name)
+        if not any("joblib" in called for called in calls.names):  # which puts arrays between the opcodes
+            return [_wrong(name, f"is damaged: {error.message}")]
+    return []
 
 
 def _cut(name: str, what: str, severity: Severity | None = None) -> Finding:

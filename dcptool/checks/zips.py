@@ -32,7 +32,7 @@ def opened(file: IO[bytes]) -> zipfile.ZipFile | None:
 
 def is_of_torch(archive: zipfile.ZipFile) -> bool:
     """Tell whether torch.save wrote a zip, by its pickle."""
-    return any(name.endswith("data.pkl") for name in archive.namelist())
+    return any(name.lower().endswith("data.pkl") for name in archive.namelist())
 
 
 def damaged_record(archive: zipfile.ZipFile) -> str:

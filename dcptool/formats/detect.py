@@ -22,6 +22,7 @@ from dcptool.formats.others import looks_like
 from dcptool.formats.table import FORMATS, KnownFormat, format_of
 from dcptool.formats.torch_save.format import SUFFIXES
 from dcptool.storage import DirEntry, Location, Storage, is_url, join, locate
+from dcptool.storage.stream import stream
 from dcptool.words import listed
 
 MAX_LISTED = 20
@@ -207,12 +208,21 @@ def _open_file(storage: Storage, name: str) -> Checkpoint:
         beside = storage.entries() if known.kind_of({name: nbytes}) else []
         opened = known.open(storage, {**_sizes(beside), name: nbytes}, name)
         return replace(opened, seen=tuple({entry.name: entry for entry in (*beside, seen)}.values()))
+    from dcptool.pickles.files import refuse_code
+
+    error = _no_checkpoint(path, name, start)
+    refuse_code(stream(storage, name, nbytes), error)
+    raise error
+
+
+def _no_checkpoint(path: str, name: str, start: bytes) -> MetadataError | UnsupportedError:
+    """Return what a file is, going by its first bytes, that is none of a known format."""
     if start[257:262] == b"ustar" or name.endswith(".nemo"):
-        raise UnsupportedError(f"{path} is a tar archive, as NeMo's .nemo files are; unpack it and name the folder")
+        return UnsupportedError(f"{path} is a tar archive, as NeMo's .nemo files are; unpack it and name the folder")
     if name.endswith(".bin.index.json"):
-        raise UnsupportedError(f"{path} is the index of a model in several torch.save files; name one of these")
+        return UnsupportedError(f"{path} is the index of a model in several torch.save files; name one of these")
     try:
         check_pickle_start(start)
     except MetadataError as error:
-        raise MetadataError(f"{path} is no checkpoint: {error}") from None
-    raise UnsupportedError(f"{path} is a bare pickle, not a checkpoint; pickletools shows what is in it")
+        return MetadataError(f"{path} is no checkpoint: {error}")
+    return UnsupportedError(f"{path} is a bare pickle, not a checkpoint; pickletools shows what is in it")

@@ -10,10 +10,10 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dcptool.errors import MetadataError
+from dcptool.errors import MetadataError, RunsCodeError
 from dcptool.pickles.calls import Calls
 from dcptool.pickles.machine import Machine, NotKeptError, Take
-from dcptool.pickles.standins import qualified_name
+from dcptool.pickles.walk import imports
 
 _PICKLES_OF_TORCH = 5
 """Magic number, version, system, the object, keys of its storages. Source: torch 2.13, serialization._legacy_save."""
@@ -39,28 +39,34 @@ def load(
     Raises:
         UnsafePickleError: reading it would exhaust memory, the stack or time.
         MetadataError: the bytes are no whole pickle; the message gives the byte.
+        RunsCodeError: they are none, but `pickle` runs code before it finds out.
     """
     calls = calls or Calls()
-    machine = Machine(data, understood or {}, take, calls)
     try:
-        root = machine.run()
+        return _scanned(Machine(data, understood or {}, take, calls), calls)
+    except NotKeptError:
+        return load(data, understood, calls)
+
+
+def scan(data: bytes, calls: Calls) -> int:
+    """Note what the first pickle in some bytes runs, and return the byte after it; raises as `load`."""
+    machine = Machine(data, {}, None, calls)
+    _scanned(machine, calls)
+    return machine.position
+
+
+def _scanned(machine: Machine, calls: Calls) -> Any:
+    try:
+        root = _run(machine, calls)
         while calls.nested:
             _read_through(calls.nested.pop(), calls)
         return root
-    except MetadataError:
+    except MetadataError as error:
+        if machine.data.startswith(b"\x80"):  # `pickle` may know what the machine does not, and run what follows
+            calls.add_names(imports(machine.data))
+        if calls.certain:
+            raise RunsCodeError(error.message, calls.certain) from None
         raise
-    except NotKeptError:
-        return load(data, understood, calls)
-    except IndexError:
-        # Past the end of the data, or of the stack: which of the two, the position tells.
-        if machine.position >= len(data):
-            raise MetadataError(f"the pickle is cut short: it ends at byte {len(data)}") from None
-        raise MetadataError(f"the pickle is damaged at byte {machine.position}: its stack is empty") from None
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, struct.error) as error:
-        what = f"{type(error).__name__}: {error}"[:200]
-        raise MetadataError(f"the pickle is damaged at byte {machine.position}: {what}") from None
-    finally:
-        calls.names |= {qualified_name(found) for found in machine.globals.values()}
 
 
 def _read_through(data: bytes, calls: Calls) -> None:
@@ -68,6 +74,22 @@ def _read_through(data: bytes, calls: Calls) -> None:
     rest = data
     for _ in range(_PICKLES_OF_TORCH):
         machine = Machine(rest, {}, None, calls)
-        machine.run()
-        calls.names |= {qualified_name(found) for found in machine.globals.values()}
+        _run(machine, calls)
         rest = rest[machine.position :]
+
+
+def _run(machine: Machine, calls: Calls) -> Any:
+    try:
+        return machine.run()
+    except IndexError:
+        # Past the end of the data, or of the stack: which of the two, the position tells.
+        if machine.position >= len(machine.data):
+            raise MetadataError(f"the pickle is cut short: it ends at byte {len(machine.data)}") from None
+        raise MetadataError(f"the pickle is damaged at byte {machine.position}: its stack is empty") from None
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, struct.error) as error:
+        if isinstance(error, MetadataError):
+            raise
+        what = f"{type(error).__name__}: {error}"[:200]
+        raise MetadataError(f"the pickle is damaged at byte {machine.position}: {what}") from None
+    finally:
+        calls.add_names(machine.globals)

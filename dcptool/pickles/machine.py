@@ -60,8 +60,7 @@ class Machine:
     def __init__(
         self, data: bytes, understood: Mapping[str, Callable[..., Any]], take: Take | None, calls: Calls
     ) -> None:
-        self.data = data
-        self.take = take
+        self.data, self.take = data, take
         self.runs: list[tuple[int, Taken]] = []
         self.position = 0
         self.stack: list[Any] = []
@@ -132,7 +131,10 @@ class Machine:
                 self._set_items(stack[-1], items[::2], items[1::2])
             elif opcode == 0x62:  # BUILD
                 state = stack.pop()
-                self._node(stack[-1]).state = state
+                target = stack[-1]
+                if type(target) is not Node or target.state is not None:
+                    target = self._changed(target)
+                target.state = state
             elif opcode == 0x4D:  # BININT2
                 push(data[position] | data[position + 1] << 8)
                 position += 2
@@ -255,8 +257,9 @@ class Machine:
             self._pop_mark()
         elif opcode == 0x32:  # DUP
             push(stack[-1])
-        elif opcode in b"\x82\x83\x84":
-            raise UnsafePickleError("the pickle was not read: it uses the extension registry, code outside the file")
+        elif opcode in b"\x82\x83\x84":  # EXT1, EXT2, EXT4
+            push(self.calls.registered())
+            position += 1 << (opcode - 0x82)
         else:
             raise MetadataError(f"the pickle is damaged at byte {position}: {opcode:#04x} is no opcode for a file")
         return position
@@ -298,9 +301,9 @@ class Machine:
         return found
 
     def _call(self, function: Any, args: Any) -> Any:
+        self.calls.call(function, args)
         if not isinstance(args, tuple):
             raise TypeError("arguments of a call are no tuple")
-        self.calls.call(function, args)
         if isinstance(function, Global):
             understood = self.understood.get(f"{function.module}.{function.name}")
             if understood:
@@ -310,6 +313,7 @@ class Machine:
         return Node(function, args, True)
 
     def _new(self, function: Any, args: Any, kwargs: Any = None) -> Node:
+        self.calls.new(function)
         is_class = isinstance(function, Global) or (isinstance(function, Node) and function.called)
         if not is_class or not isinstance(args, tuple):
             raise TypeError("an instance is made of something that is no class")
@@ -318,8 +322,11 @@ class Machine:
         return Node(function, args, False, kwargs)
 
     def _old_instance(self, function: Any, args: list[Any]) -> Any:
-        """Make an instance as Python 2 did: its class is called, but without arguments only `__new__` is."""
-        return self._call(function, tuple(args)) if args else self._new(function, ())
+        """Make an instance as Python 2 did: its class is called, but without arguments only `__new__` of a class is."""
+        if args:
+            return self._call(function, tuple(args))
+        self.calls.call(function, ())
+        return self._new(function, ())
 
     def _drop(self, value: Any, called: bool) -> None:
         """Drop a value; a call just made on what lies below it, as pickle calls state setters, is kept there."""
@@ -334,11 +341,16 @@ class Machine:
             raise TypeError(f"{type(value).__name__} is given a state")
         return value
 
+    def _changed(self, value: Any) -> Node:
+        """Return what is given a state, or items that its methods take, and note if that calls what it must not."""
+        self.calls.change(value)
+        return self._node(value)
+
     def _extend(self, target: Any, items: list[Any]) -> None:
         if isinstance(target, list):
             target.extend(items)
         else:
-            node = self._node(target)
+            node = self._changed(target)
             node.appended = node.appended or []
             node.appended += items
 
@@ -349,7 +361,7 @@ class Machine:
             self._measure(keys)
             target.update(zip(keys, values, strict=True))
         else:
-            node = self._node(target)
+            node = self._changed(target)
             node.items = node.items or []
             node.items += zip(keys, values, strict=True)
 

@@ -30,7 +30,15 @@ def _quoted(line: bytes) -> str:
 
 def _integer(line: bytes) -> int | bool:
     """Decode the argument of INT, which also says True and False."""
-    return line == b"01" if line in (b"00", b"01") else int(line)
+    return line == b"01" if line in (b"00", b"01") else _of_any_base(line)
+
+
+def _of_any_base(line: bytes) -> int:
+    """Decode a number as C does: in hexadecimal after 0x, in octal after 0."""
+    try:
+        return int(line, 0)
+    except ValueError:
+        return int(line, 8)
 
 
 _Make = Callable[[bytes], Any]
@@ -48,7 +56,7 @@ FIXED: dict[int, tuple[int, _Make]] = {  # opcode → width of its argument, wha
 TEXT: dict[int, _Make] = {
     ord("I"): _integer,
     ord("F"): float,
-    ord("L"): lambda line: int(line.rstrip(b"L")),
+    ord("L"): lambda line: _of_any_base(line.rstrip(b"L")),
     ord("V"): lambda line: line.decode("raw-unicode-escape"),
     ord("S"): _quoted,
     ord("P"): lambda line: PersistentId(line.decode()),

@@ -6,13 +6,15 @@ Every name becomes a `Global`, every call or instance a `Node` that remembers ho
 
 from __future__ import annotations
 
+import _compat_pickle
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 _MAX_CALLS = 8
 """Calls of calls that a name is looked for behind."""
-_MOVED = {"__builtin__": "builtins", "pathlib._local": "pathlib", "exceptions": "builtins"}
+MOVED = {**_compat_pickle.IMPORT_MAPPING, "pathlib._local": "pathlib", "exceptions": "builtins"}
+"""Modules under the names that older or newer Pythons give them."""
 
 
 class Global:
@@ -114,7 +116,7 @@ def qualified_name(value: Any) -> str:
             break
         value = value.function
     if isinstance(value, Global):
-        return f"{_MOVED.get(value.module, value.module)}.{value.name}"
+        return f"{MOVED.get(value.module, value.module)}.{value.name}"
     return type(value).__name__
 
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import array
 import collections
+import dataclasses
 import datetime
 import enum
 import fractions
 import functools
+import http
+import ipaddress
+import itertools
+import json
+import logging
 import os
 import pathlib
 import pickle
 import random
 import re
 import signal
+import types
 import uuid
+import zoneinfo
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -73,8 +83,32 @@ class Color(enum.Enum):
 
 
 class Settings:
+    class Kind(enum.Enum):
+        SMALL = "small"
+
+    class Part:
+        pass
+
     def __init__(self) -> None:
         self.rate = 0.5
+
+
+class Registry(dict):
+    """A dict with attributes of its own: items, then a state."""
+
+    def __init__(self, items) -> None:
+        super().__init__(items)
+        self.append = self.extend = Settings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    n: int
+
+
+class Pair(NamedTuple):
+    a: int
+    b: int
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
@@ -86,7 +120,13 @@ def test_values_of_common_packages_and_classes_of_the_job_are_fine(protocol):
         datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc),
         datetime.timedelta(1), fractions.Fraction(1, 3), uuid.uuid4(), re.compile("x"), signal.SIGTERM, Color.RED,
         Settings(), functools.partial(max, 1), random.getstate(), np.random.get_state(), np.float64(1), np.arange(3),
-        np.dtype("float32"), np.random.default_rng(), ValueError("x"),
+        np.dtype("float32"), np.random.default_rng(), ValueError("x"), Settings.Kind.SMALL, Settings.Part(), (int, str),
+        logging.getLogger("x"), array.array("i", [1]), itertools.count(3), zoneinfo.ZoneInfo("UTC"), type(None),
+        np.ma.array([1, 2], mask=[0, 1]), np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.datetime64("2026"), np.array([{"a": 1}], dtype=object), json.JSONDecodeError("a", "b", 1), list[int],
+        types.SimpleNamespace(a=1), http.HTTPStatus.OK, Registry({"a": 1}), collections.ChainMap({}), Frozen(1),
+        ipaddress.ip_address("::1"),
+        Pair(1, 2),
     ]  # fmt: skip
     assert unsafe(pickle.dumps(values, protocol)) == ()
 

@@ -24,7 +24,7 @@ import json, os, resource, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 import dcptool, difflib, shlex, zstandard, numpy, ml_dtypes
 from dcptool.errors import DcptoolError
-from dcptool.pickles import plain
+from dcptool.pickles import files, plain
 from dcptool.render.inspect import to_text
 from dcptool.render.inspect_json import to_json
 from dcptool.ops.inspect.inspect import summarize

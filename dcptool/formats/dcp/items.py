@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from io import BytesIO
 from typing import Any
 
 from dcptool.checkpoint import dtypes
@@ -51,6 +52,18 @@ class DcpSource:
         if chunk is not None and isinstance(entry, TensorEntry):
             expected = volume(chunk.sizes) * dtypes.lookup(entry.dtype).itemsize
         nbytes = self._nbytes(item, expected)
+        try:
+            return self._examined(entry, chunk, item, nbytes)
+        except StorageError:
+            raise
+        except (ItemError, MetadataError, UnsupportedError) as error:
+            from dcptool.pickles.files import MAX_NBYTES, refuse_code
+
+            if not self._in_blob(item):
+                refuse_code(BytesIO(self._read(item, 0, min(nbytes, MAX_NBYTES))), error)
+            raise
+
+    def _examined(self, entry: Entry, chunk: Chunk | None, item: Extent, nbytes: int) -> Examined:
         start = self._read(item, 0, head_nbytes(nbytes))
         if start.startswith(_ZIP):
             archive = TorchZip(lambda at, n: self._read(item, at, n), nbytes, start)

@@ -19,7 +19,7 @@ from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.extents import Ints
 from dcptool.checkpoint.findings import Finding, unsafe_pickle
 from dcptool.checkpoint.regions import Box, volume
-from dcptool.errors import MetadataError
+from dcptool.errors import MetadataError, RunsCodeError
 from dcptool.formats.dcp.bulk import BULK_NBYTES, MIN_RECORDS, Bulk, ItemRow, ItemRun
 from dcptool.formats.dcp.format import METADATA
 from dcptool.formats.dcp.tensor_runs import ChunkRun, TensorRow, is_dense
@@ -86,6 +86,7 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
     Raises:
         UnsafePickleError: the pickle is built to harm its reader.
         MetadataError: it is no whole pickle, or none of DCP metadata; says what it looks like instead.
+        RunsCodeError: one of these, and it runs code when it is loaded.
     """
     check_pickle_start(data)
     calls = Calls()
@@ -93,10 +94,10 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
     root = inert.load(data, {"torch.Size": _size}, calls, take)
     fields = _fields(root, "Metadata")
     if "state_dict_metadata" not in fields:
-        raise MetadataError(f"it holds a {qualified_name(root)}, not the metadata of a DCP checkpoint")
+        raise _no_metadata(f"it holds a {qualified_name(root)}, not the metadata of a DCP checkpoint", calls)
     state, storage = fields["state_dict_metadata"], fields.get("storage_data")
     if not isinstance(state, dict):
-        raise MetadataError("its state_dict_metadata is not a dict")
+        raise _no_metadata("its state_dict_metadata is not a dict", calls)
     records = Records()
     records.problems += _what_it_runs(calls)
     for fqn, record in state.items():
@@ -125,6 +126,10 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
     if storage_meta.get("modules"):
         records.evidence.append("storage_meta names extension modules")
     return records
+
+
+def _no_metadata(message: str, calls: Calls) -> MetadataError:
+    return RunsCodeError(message, calls.unsafe) if calls.unsafe else MetadataError(message)
 
 
 def _what_it_runs(calls: Calls) -> list[Finding]:

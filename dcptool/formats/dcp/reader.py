@@ -12,15 +12,16 @@ from typing import Any
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
-from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.findings import Finding, unsafe_pickle
 from dcptool.checkpoint.format import Variant
 from dcptool.checkpoint.regions import volume
-from dcptool.errors import CheckpointNotFoundError, MetadataError, StorageError, UnsupportedError
+from dcptool.errors import CheckpointNotFoundError, MetadataError, RunsCodeError, StorageError, UnsupportedError
 from dcptool.formats.dcp.build import View, build
 from dcptool.formats.dcp.format import DCP, METADATA, data_file_rank, metadata_names, metadata_rank, rank_metadata
 from dcptool.formats.dcp.items import DcpSource
 from dcptool.formats.dcp.metadata import Records, check_pickle_start, read_records
 from dcptool.storage import Storage, join
+from dcptool.storage.stream import stream
 
 MAX_METADATA_NBYTES = 8 << 30
 
@@ -99,6 +100,9 @@ def _all_records(storage: Storage, names: Mapping[str, int]) -> tuple[dict[str, 
         except MetadataError as error:
             failed = error
             message = error.message
+            if isinstance(error, RunsCodeError):
+                problems += unsafe_pickle(error.names, name, name)
+                continue
             kind = "rank-metadata-damaged" if nbytes else "rank-metadata-missing"
             step = f"Move it away, then {rescue_command(storage.root)} may rebuild it."
             problems.append(Finding.of(kind, message, name, next_step=step))
@@ -112,7 +116,14 @@ def _records(storage: Storage, name: str, nbytes: int) -> Records:
     if nbytes > MAX_METADATA_NBYTES:
         raise MetadataError(f"{path} has {nbytes:,} bytes, more than any DCP metadata needs")
     try:
-        check_pickle_start(storage.read(name, 0, min(nbytes, 512)))
+        start = storage.read(name, 0, min(nbytes, 512))
+        try:
+            check_pickle_start(start)
+        except MetadataError as error:
+            from dcptool.pickles.files import refuse_code
+
+            refuse_code(stream(storage, name, nbytes), error)
+            raise
         return read_records(storage.read(name, 0, nbytes))
     except MetadataError as error:
         step = f"move it away, then {rescue_command(storage.root)} may rebuild it"

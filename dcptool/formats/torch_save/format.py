@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dcptool.checkpoint.format import Format
+from dcptool.pickles.calls import LEGACY_MAGIC
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
-LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _ZIP, _N_MAGIC = b"PK\x03\x04", 13
 
 

@@ -19,22 +19,26 @@ from dcptool.checkpoint.extents import Chunk, Examined, Extent, Payload, Record
 from dcptool.checkpoint.findings import Finding, unsafe_pickle
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import is_contiguous, volume
-from dcptool.errors import DcptoolError, ItemError, MetadataError, UnsupportedError
+from dcptool.errors import DcptoolError, ItemError, MetadataError, StorageError, UnsupportedError
 from dcptool.formats.torch_save import items as torch_items
-from dcptool.formats.torch_save.format import LEGACY_MAGIC, TORCH_SAVE, is_legacy
+from dcptool.formats.torch_save.format import TORCH_SAVE, is_legacy
 from dcptool.formats.torch_save.zip import TorchZip
 from dcptool.pickles import inert, plain
-from dcptool.pickles.calls import Calls
+from dcptool.pickles.calls import LEGACY_MAGIC, Calls
 from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Global, Node, qualified_name
 from dcptool.pickles.tensors import TensorView, tensor_view
 from dcptool.storage import Storage, join
+from dcptool.storage.stream import stream
 from dcptool.words import are
 
 MAX_DEPTH = 60
 MAX_KEY_CHARS = 10_000
 ROOT_NAME = "."
 """Name of the entry when the file holds one value that is no dict."""
+
+_OF_TORCH = {"data.pkl", "byteorder", "version", ".format_version", ".storage_alignment", ".data/serialization_id"}
+"""Records of torch's own, but for storages."""
 
 Path = tuple[str | int, ...]
 
@@ -93,9 +97,22 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
     Raises:
         UnsupportedError: it is of the format before torch 1.6, which is no zip.
         MetadataError: its zip or pickle is damaged, or it is a TorchScript archive.
+        RunsCodeError: one of these, and it runs code when it is loaded.
     """
     path = join(storage.root, name)
     nbytes = files[name]
+    try:
+        return _opened(storage, name, nbytes, path)
+    except StorageError:
+        raise
+    except (MetadataError, UnsupportedError) as error:
+        from dcptool.pickles.files import refuse_code
+
+        refuse_code(stream(storage, name, nbytes), error)
+        raise
+
+
+def _opened(storage: Storage, name: str, nbytes: int, path: str) -> Checkpoint:
     if is_legacy(storage.read(name, 0, min(nbytes, len(LEGACY_MAGIC)))):
         raise UnsupportedError(
             f"{path} was written by torch.save before 1.6 (or with the old format asked for), which is no zip.",
@@ -128,13 +145,21 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
             fqn = _numbered(fqn, entries, again)
             problems.append(Finding.of("duplicate-name", message, name, fqn, severity=Severity.WARNING))
         entries[fqn] = _entry(fqn, entry_path, value, source, table, item, problems)
-    problems += unsafe_pickle(calls.unsafe, name, name)
+    problems += unsafe_pickle(sorted({*calls.unsafe, *_beside(storage, name, archive, nbytes)}), name, name)
     problems += _storage_notes(source.views, name)
     evidence = ("a torch.save zip",)
     return Checkpoint(
         storage.root, name, TORCH_SAVE, "torch.save", evidence, entries, {name: nbytes}, table, storage, source,
         tuple(problems),
     )  # fmt: skip
+
+
+def _beside(storage: Storage, name: str, archive: TorchZip, nbytes: int) -> tuple[str, ...]:
+    """Return what pickles run that lie in a zip beside its own and its storages: torch loads none of them."""
+    from dcptool.pickles.files import runs
+
+    own = all(member.startswith("data/") or member in _OF_TORCH for member in archive.members)
+    return () if own else runs(stream(storage, name, nbytes))
 
 
 def _numbered(fqn: str, taken: Container[str], again: dict[str, int]) -> str:

@@ -209,6 +209,8 @@ class TorchZip:
         members = {}
         for name, header, size, checksum, plain in found:
             short = name.removeprefix(folder)
+            if short.lower() == "data.pkl" != short:
+                raise ItemError(f"its zip has a record {short!r}, which torch may take for data.pkl")
             if short in members:
                 raise ItemError(f"its zip has two records {short!r}")
             members[short] = Member(short, name, header, size, checksum if checked else None, plain)

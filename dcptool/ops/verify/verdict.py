@@ -13,14 +13,14 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding, cannot_be_read, inside, state_of, worst_first
+from dcptool.checkpoint.findings import Finding, cannot_be_read, inside, state_of, unsafe_pickle, worst_first
 from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checkpoint.steps import step_number
 from dcptool.checks.check import CheckReport, Level, check
 from dcptool.checks.items import Tally
 from dcptool.checks.side_files import SideFiles, look_at, patterns_of
 from dcptool.checks.steps import Resume, resume_of
-from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError, UnsupportedError
+from dcptool.errors import CheckpointNotFoundError, DcptoolError, RunsCodeError, StorageError, UnsupportedError
 from dcptool.formats.detect import find_parts, not_a_checkpoint, open_part
 from dcptool.formats.marker import NAME, Marker, checksum_problems, marker_problems, read_marker
 from dcptool.formats.table import beside, is_metadata
@@ -355,6 +355,9 @@ def _unopened(location: Location, name: str, listing: Mapping[str, DirEntry], er
         kind = "no-metadata"
     elif isinstance(error, UnsupportedError):
         kind = "unsupported"
+    elif isinstance(error, RunsCodeError):
+        [finding] = unsafe_pickle(error.names, name or "what torch would load", name or None)
+        return finding._replace(message=f"{finding.message}; {message}")
     return Finding.of(kind, f"{name}: {message}" if name else message, name or None, next_step=step)
 
 

@@ -255,7 +255,7 @@ class TestR16NothingIsExecuted:
         assert "posix.mkdir" in told.message
         (path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "executed")))
         verdict = everything(path)
-        assert verdict.state is State.DAMAGED
+        assert verdict.state is State.UNSAFE
         assert "posix.mkdir" in verdict.reason
         with pytest.raises(ItemError, match=r"posix\.mkdir"):
             dcptool.mark_complete(path)
