@@ -51,6 +51,7 @@ def verify_text(report: VerifyReport, width: int) -> str:
         found = [finding for finding in verdict.findings if finding.severity is not Severity.NOTE]
         if found:
             blocks.append("\n".join([f"{shown(verdict.name)}: {verdict.state.value}", *finding_lines(found)]))
+    blocks += ["\n".join(finding_lines(report.notes, ""))] if report.notes else []
     return "\n\n".join([*blocks, _newest(report)])
 
 
@@ -144,6 +145,7 @@ def verify_json(report: VerifyReport) -> dict[str, Any]:
         "run": report.is_run,
         "good": report.good,
         "checkpoints": [verdict_json(verdict) for verdict in report.verdicts],
+        "notes": [finding_json(finding) for finding in report.notes],
     }
 
 

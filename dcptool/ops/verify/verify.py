@@ -23,11 +23,13 @@ class VerifyReport(NamedTuple):
         path: as given; of a run directory the folder that holds the steps.
         is_run: whether it is a run directory.
         verdicts: of the checkpoint, or of each step, lowest step first.
+        notes: how the steps were found.
     """
 
     path: str
     is_run: bool
     verdicts: tuple[Verdict, ...]
+    notes: tuple[Finding, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -74,7 +76,7 @@ def verify(
         verdicts = compare_steps([verdict for verdict in every if verdict])
     if load:
         verdicts = [loaded(verdict, trust, progress) for verdict in verdicts]
-    return VerifyReport(run.path if run else location.path, run is not None, tuple(verdicts))
+    return VerifyReport(run.path if run else location.path, run is not None, tuple(verdicts), run.notes if run else ())
 
 
 def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> Verdict:
@@ -110,7 +112,7 @@ def judge_step(run: Run, name: str, options: VerifyOptions, progress: Progress |
     if options.also and halves:
         path, options = halves[0], options._replace(also=tuple(halves[1:]))
     try:
-        return judge(path, options, progress)
+        return judge(path, options, progress)._replace(step=run.number(name))
     except CheckpointNotFoundError:
         return None
     except StorageError as error:
