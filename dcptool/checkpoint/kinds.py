@@ -91,6 +91,7 @@ KINDS = {
         may_be_whole=True,
     ),
     "not-resumable": _warning("it is complete, and lacks what a resume needs, as one saved for its weights alone"),
+    "tensors-not-read": _note("its trainer's files are there and whole, and dcptool reads no tensor of them"),
     "empty": _error("there is nothing in the folder", _MISSING, unfinished=True),
     # No checkpoint dcptool checks.
     "run-directory": _error("it is a run directory, or several", Effect.UNREAD),

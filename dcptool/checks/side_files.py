@@ -21,7 +21,7 @@ from dcptool.formats.detect import open_part
 from dcptool.formats.safetensors.header import LFS_START
 from dcptool.formats.table import beside
 from dcptool.formats.torch_save.format import SUFFIXES, is_legacy
-from dcptool.frameworks.table import holds
+from dcptool.frameworks.table import holds, is_needed
 from dcptool.pickles import inert
 from dcptool.pickles.calls import Calls
 from dcptool.storage import Location, Storage, join
@@ -66,7 +66,7 @@ def look_at(storage: Storage, files: Mapping[str, int], level: Level, threads: i
         threads: how many read at the same time; None for the number of processors.
     """
     names = sorted(files)
-    known = [name for name in names if name.endswith(_KNOWN)]
+    known = [name for name in names if name.endswith(_KNOWN) or (not files[name] and is_needed(name))]
     found: dict[str, tuple[bool, Sequence[Finding]]] = {}
     if known:
         from dcptool.copying.pool import Pool

@@ -6,11 +6,12 @@ from dcptool.frameworks.profile import Needed, Profile, SavedStep, any_of
 
 _random_states = any_of(r"random_states_\d+\.pkl")
 _parts = any_of(r"(pytorch_model_fsdp|optimizer)_\d+")
+_weights = any_of(r"pytorch_model.*\.bin")
 _of_trainer = any_of(r"trainer_state\.json|scheduler\.pt|rng_state(_\d+)?\.pth|training_args\.bin")
 
 
 def _recognises(step: SavedStep) -> bool:
-    if _of_trainer(step.files):
+    if _of_trainer(step.files) or not (step.parts or _weights(step.files)):
         return False
     return _random_states(step.files) or (_parts(step.parts) and not step.name.startswith("checkpoint-"))
 

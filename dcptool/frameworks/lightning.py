@@ -22,4 +22,5 @@ LIGHTNING = Profile(
     _recognises,
     (Needed(("meta.pt",), "Lightning's loops, callbacks and hyper-parameters"),),
     ("optimizer_0",),
+    last_written="meta.pt",
 )

@@ -15,4 +15,5 @@ OLMO = Profile(
     ),
     ("optim",),
     ((r"config\.json", "the configuration"), (r"data_paths\.txt", "the paths of the data")),
+    last_written=".metadata.json",
 )

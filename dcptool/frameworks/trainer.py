@@ -11,10 +11,13 @@ _OWN = (r"trainer_state\.json", r"training_args\.bin", r"optimizer\.pt", r"sched
 _own = [any_of(pattern) for pattern in _OWN]
 _of_accelerate = any_of(r"random_states_\d+\.pkl|scheduler(_\d+)?\.bin|custom_checkpoint_\d+\.pkl")
 _of_deepspeed = any_of(r"global_step\d+")
+_weights = any_of(r"(pytorch|adapter)_model.*\.bin")
 _parts = any_of(r"(pytorch_model_fsdp|optimizer)_0")
 
 
 def _recognises(step: SavedStep) -> bool:
+    if not step.parts and not _weights(step.files):
+        return False
     if not _NAME.fullmatch(step.name) or _of_accelerate(step.files) or _of_deepspeed(step.folders):
         return False  # DeepSpeed keeps optimizer and scheduler in its folder
     if "" in step.parts and step.parts[""].format.owns_folder:  # somebody else's DCP
@@ -44,4 +47,5 @@ TRAINER = Profile(
             "the tokenizer",
         ),
     ),
+    last_written="trainer_state.json",
 )

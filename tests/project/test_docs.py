@@ -12,7 +12,7 @@ from benchmarks.results import how, load, markdown, put
 from benchmarks.rows import MAIN
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import KINDS, Kind, Severity
-from dcptool.frameworks.profile import RANK
+from dcptool.frameworks.profile import Needed
 from dcptool.frameworks.table import PROFILES
 from dcptool.ops.verify.verdict import State
 from tests.conftest import ROOT
@@ -132,14 +132,29 @@ def test_the_kinds_of_findings_are_those_of_the_table(pytestconfig):
     is_in_page("json.md", "kinds", table_of_kinds(), pytestconfig)
 
 
+_IN_PAGE = {"rank": "N", "part": "N", "optim": "N", "world": "W", "mp": "MM", "model": "MM", "distributed": "MM"}
+_IN_PAGE |= {"tag": "", "bf16": "[bf16_]", "role": "[actor/]", "item": "ITEM", "param": "NAME", "trained": "NAME"}
+
+
+def form_in_page(needed: Needed) -> str:
+    """The first of the names of what is needed, as a page shows it; nothing where no name is fixed."""
+    form = next(iter(needed.names), "")
+    for word, shown in _IN_PAGE.items():
+        form = form.replace(f"{{{word}}}", shown)
+    assert "{" not in form
+    return f"`{form}` ({needed.holds})" if form else f"{needed.holds}, which it never has"
+
+
 def table_of_trainers() -> str:
     """What a step of each trainer consists of, as docs/verify.md has it."""
     rows = []
     for profile in PROFILES:
-        files = [f"`{needed.names[0].replace(RANK, 'N')}` ({needed.holds})" for needed in profile.needed]
+        files = "; ".join(map(form_in_page, profile.needed))
         groups = ", ".join(f"`{name}`" for name in profile.groups)
-        rows.append(f"| {profile.name} | {'; '.join(files) or '–'} | {groups or '–'} | {profile.source} |")
-    return "\n".join(["| trainer | beside the tensors | entries named | source |", "|---|---|---|---|", *rows])
+        last = f"`{profile.last_written}`" if profile.last_written else "–"
+        rows.append(f"| {profile.name} | {files or '–'} | {groups or '–'} | {last} | {profile.source} |")
+    head = ["| trainer | beside the tensors | entries named | last in a step | source |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *rows])
 
 
 def test_what_trainers_need_is_what_their_profiles_say(pytestconfig):
