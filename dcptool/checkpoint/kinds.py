@@ -191,6 +191,7 @@ KINDS = {
     "lost-entry": _error("an entry has bytes in a file that is missing or cut short"),
     # Of a run directory: how its steps were found.
     "steps-by-pattern": _note("folders are taken as steps because their names differ in one number only"),
+    "unreadable-best": _warning("a step's record of which step is the best cannot be read"),
     # Of latest: what pointers say that is not so.
     "stale-pointer": _warning("a pointer names an older step than the newest complete one"),
     "wrong-pointer": _warning("a pointer names a step that is not complete"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcptool.frameworks.profile import Needed, Profile, SavedStep, any_of
+from dcptool.frameworks.profile import Needed, Profile, SavedStep, Value, any_of
 
 _random_states = any_of(r"random_states_\d+\.pkl")
 _parts = any_of(r"(pytorch_model_fsdp|optimizer)_\d+")
@@ -33,4 +33,6 @@ ACCELERATE = Profile(
         (r"scaler\.pt", "the gradient scaler"),
         (r"custom_checkpoint_\d+\.pkl", "an object registered for checkpointing"),
     ),
+    counter=r"checkpoint_\d+",
+    progress=Value("scheduler.bin", ("last_epoch",)),
 )

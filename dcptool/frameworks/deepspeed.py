@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 
 from dcptool.frameworks.profile import Needed, Places, Profile, SavedStep, any_of, highest, numbered
+from dcptool.frameworks.trainer import BEST
 from dcptool.frameworks.values import count_of, items_of
 
 _SOURCE = "deepspeed 0.19.8, runtime/engine.py, save_checkpoint and load_checkpoint"
@@ -100,6 +101,7 @@ DEEPSPEED_TRAINER = Profile(
     extras=_EXTRAS,
     places=_places_below,
     last_written="trainer_state.json",
+    best=BEST,
 )
 
 DEEPSPEED_ACCELERATE = Profile(

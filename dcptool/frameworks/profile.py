@@ -98,6 +98,13 @@ def ranks_of_parts(step: SavedStep) -> Places:
     return {"rank": numbered(step.n_ranks)}
 
 
+class Value(NamedTuple):
+    """A value in a file of a step: the file, and the keys that lead to it, `*` for every one."""
+
+    file: str
+    keys: tuple[str, ...]
+
+
 class Profile(NamedTuple):
     """What a step of one trainer consists of.
 
@@ -110,6 +117,9 @@ class Profile(NamedTuple):
         extras: further files it may leave: pattern of the name → what is in it.
         places: what the words in braces are in a step; by default its ranks.
         last_written: the file of a step that comes after all others; "" where none does.
+        best: where a step keeps the path of the best one so far; None where none does.
+        counter: pattern of names whose number counts saves, and begins anew when a job goes on.
+        progress: what tells the order of such steps, as it only grows.
     """
 
     name: str
@@ -120,6 +130,9 @@ class Profile(NamedTuple):
     extras: tuple[tuple[str, str], ...] = ()
     places: Callable[[SavedStep], Places] = ranks_of_parts
     last_written: str = ""
+    best: Value | None = None
+    counter: str = ""
+    progress: Value | None = None
 
     def holds(self, name: str) -> str:
         """Return what a file of the step holds; "" for one that is not known."""

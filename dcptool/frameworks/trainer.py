@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dcptool.frameworks.profile import Needed, Profile, SavedStep, any_of
+from dcptool.frameworks.profile import Needed, Profile, SavedStep, Value, any_of
 
 _NAME = re.compile(r"checkpoint-\d+")
 _OWN = (r"trainer_state\.json", r"training_args\.bin", r"optimizer\.pt", r"scheduler\.pt", r"rng_state(_\d+)?\.pth")
@@ -24,6 +24,8 @@ def _recognises(step: SavedStep) -> bool:
         return False
     return _parts(step.parts) or "trainer_state.json" in step.files or sum(own(step.files) for own in _own) > 1
 
+
+BEST = Value("trainer_state.json", ("best_model_checkpoint",))
 
 TRAINER = Profile(
     "transformers Trainer",
@@ -48,4 +50,5 @@ TRAINER = Profile(
         ),
     ),
     last_written="trainer_state.json",
+    best=BEST,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -62,3 +62,14 @@ def items_of(value: Any) -> dict[Any, Any]:
 def count_of(value: Any) -> int:
     """Return a number of ranks as it is recorded; 0 for what is none."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 20 else 0
+
+
+def found_at(value: Any, keys: Sequence[str]) -> Iterator[Any]:
+    """Yield what keys lead to in nested dicts; `*` stands for every key."""
+    if not keys:
+        yield value
+        return
+    members = items_of(value)
+    for key in members if keys[0] == "*" else keys[:1]:
+        if key in members:
+            yield from found_at(members[key], keys[1:])
