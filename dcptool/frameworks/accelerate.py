@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcptool.frameworks.profile import Needed, Profile, SavedStep, Value, any_of
+from dcptool.frameworks.profile import Extra, Needed, Profile, SavedStep, Value, any_of
 
 _random_states = any_of(r"random_states_\d+\.pkl")
 _parts = any_of(r"(pytorch_model_fsdp|optimizer)_\d+")
@@ -27,11 +27,11 @@ ACCELERATE = Profile(
     ),
     (),
     (
-        (r"scheduler(_\d+)?\.bin", "accelerate's learning-rate scheduler"),
-        (r"sampler(_\d+)?\.bin", "the data sampler"),
-        (r"dl_state_dict(_\d+)?\.bin", "the data loader"),
-        (r"scaler\.pt", "the gradient scaler"),
-        (r"custom_checkpoint_\d+\.pkl", "an object registered for checkpointing"),
+        Extra(r"scheduler(_\d+)?\.bin", "accelerate's learning-rate scheduler"),
+        Extra(r"sampler(_\d+)?\.bin", "the data sampler"),
+        Extra(r"dl_state_dict(_\d+)?\.bin", "the data loader"),
+        Extra(r"scaler\.pt", "the gradient scaler"),
+        Extra(r"custom_checkpoint_\d+\.pkl", "an object registered for checkpointing"),
     ),
     counter=r"checkpoint_\d+",
     progress=Value("scheduler.bin", ("last_epoch",)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dcptool.frameworks.profile import Needed, Places, Profile, SavedStep, any_of, highest, numbered
+from dcptool.frameworks.profile import Extra, Follow, Needed, Places, Profile, SavedStep, any_of, highest, numbered
 from dcptool.frameworks.trainer import BEST
 from dcptool.frameworks.values import count_of, items_of
 
@@ -64,14 +64,18 @@ def _places_below(step: SavedStep) -> Places:
 
 _NEEDED = (
     Needed(("{tag}mp_rank_{model}_model_states.pt",), "the model"),
-    Needed(("{tag}zero_pp_rank_{part}_mp_rank_{mp}_model_states.pt",), "one rank's part of the model"),
-    Needed(("{tag}{bf16}zero_pp_rank_{optim}_mp_rank_{mp}_optim_states.pt",), "one rank's part of the optimizer"),
+    Needed(("{tag}zero_pp_rank_{part}_mp_rank_{mp}_model_states.pt",), "one rank's part of the model", fixed=True),
+    Needed(
+        ("{tag}{bf16}zero_pp_rank_{optim}_mp_rank_{mp}_optim_states.pt",),
+        "one rank's part of the optimizer",
+        fixed=True,
+    ),
 )
 _LATEST = Needed(("latest",), "DeepSpeed's pointer to its folder")
 _EXTRAS = (
-    (r"(.*/)?layer_.*_states\.pt", "a layer of the model"),
-    (r"(.*/)?expp_rank_.*_states\.pt", "the optimizer of experts"),
-    (r"zero_to_(fp32|torch)\.py", "DeepSpeed's program that joins the ranks' weights"),
+    Extra(r"(.*/)?layer_.*_states\.pt", "a layer of the model", Follow.FIXED),
+    Extra(r"(.*/)?expp_rank_.*_states\.pt", "the optimizer of experts", Follow.FIXED),
+    Extra(r"zero_to_(fp32|torch)\.py", "DeepSpeed's program that joins the ranks' weights"),
 )
 
 DEEPSPEED = Profile(
@@ -143,6 +147,6 @@ DEEPSPEED_UNIVERSAL = Profile(
         Needed(("zero/{trained}/exp_avg.pt",), "the optimizer's first moments"),
         Needed(("zero/{trained}/exp_avg_sq.pt",), "the optimizer's second moments"),
     ),
-    extras=((r"zero/.+\.pt", "the optimizer's steps and settings"),),
+    extras=(Extra(r"zero/.+\.pt", "the optimizer's steps and settings"),),
     places=_universal_places,
 )

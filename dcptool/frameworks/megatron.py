@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 
-from dcptool.frameworks.profile import MAX_RANKS, Needed, Places, Profile, SavedStep, any_of, numbered
+from dcptool.frameworks.profile import MAX_RANKS, Extra, Follow, Needed, Places, Profile, SavedStep, any_of, numbered
 from dcptool.frameworks.values import count_of, items_of
 
 _NAME = re.compile(r"iter_\d{7}|release")
@@ -28,10 +28,10 @@ _NEEDED = (
     Needed(("common.pt",), "Megatron's arguments, RNG state and iteration", unless="common_state/shard_0_1"),
 )
 _EXTRAS = (
-    (r"latest_checkpointed_iteration\.txt", "Megatron's pointer to the newest step"),
-    (r"integrity\.json", "SHA-256 of the files"),
-    (r"tokenizer/.*", "the tokenizer"),
-    (r"mp_rank_\d+(_\d+)*/train_dataloader_dprank\d+\.pt", "the data loader"),
+    Extra(r"latest_checkpointed_iteration\.txt", "Megatron's pointer to the newest step"),
+    Extra(r"integrity\.json", "SHA-256 of the files", Follow.STALE),
+    Extra(r"tokenizer/.*", "the tokenizer"),
+    Extra(r"mp_rank_\d+(_\d+)*/train_dataloader_dprank\d+\.pt", "the data loader", Follow.PER_RANK),
 )
 _of_bridge = any_of(r"train_state\.pt|run_config\.yaml")
 
@@ -88,8 +88,8 @@ MEGATRON_LEGACY = Profile(
     "NVIDIA/Megatron-LM, megatron/training/checkpointing.py, get_checkpoint_name and save_checkpoint",
     lambda step: any(map(_RANK_FILE.fullmatch, step.files)),
     (
-        Needed(("mp_rank_{mp}/model_optim_rng.pt",), "one rank's model, optimizer and random generators"),
-        Needed(("mp_rank_{distributed}/distrib_optim.pt",), "the distributed optimizer"),
+        Needed(("mp_rank_{mp}/model_optim_rng.pt",), "one rank's model, optimizer and random generators", fixed=True),
+        Needed(("mp_rank_{distributed}/distrib_optim.pt",), "the distributed optimizer", fixed=True),
     ),
     extras=_EXTRAS,
     places=_legacy_places,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -52,6 +53,24 @@ class SavedStep(NamedTuple):
         return name[:-1] in self.folders if name.endswith("/") else name in self.files
 
 
+class Follow(str, Enum):
+    """What becomes of a file of a step when a job goes on with another number of ranks."""
+
+    CARRY = "as it is"
+    RESHARD = "resharded"
+    PER_RANK = "each rank its own; ranks that are new have none"
+    STALE = "not: it would be wrong"
+    FIXED = "not: as many ranks must load it as saved it"
+
+
+class Extra(NamedTuple):
+    """A further file that a trainer may leave: pattern of its name, what is in it, whether it follows a resume."""
+
+    pattern: str
+    holds: str
+    follows: Follow = Follow.CARRY
+
+
 class Needed(NamedTuple):
     """Something a step has beside others: a file, one per rank, or the folder of a part.
 
@@ -62,6 +81,7 @@ class Needed(NamedTuple):
         resumes: a step saved for its weights alone lacks it, and all others so marked; else each step has it.
         unless: an entry that holds the same instead.
         given: a file or folder without which it need not be there.
+        fixed: only as many ranks as saved it can load it.
     """
 
     names: tuple[str, ...]
@@ -69,6 +89,15 @@ class Needed(NamedTuple):
     resumes: bool = False
     unless: str = ""
     given: str = ""
+    fixed: bool = False
+
+    def follows(self, form: str) -> Follow:
+        """Return what becomes of the files of one of its names with another number of ranks."""
+        if self.fixed:
+            return Follow.FIXED
+        if form.endswith("/"):
+            return Follow.RESHARD
+        return Follow.PER_RANK if RANK in form else Follow.CARRY
 
     def missing(self, step: SavedStep, places: Places) -> list[str]:
         """Return what of it is not there: names, filled in; nothing if it is, or has no need to be."""
@@ -114,7 +143,7 @@ class Profile(NamedTuple):
         recognises: tells a step of it.
         needed: what each step has beside the parts that are found by themselves.
         groups: first parts of the names of entries that only a step one can resume from has.
-        extras: further files it may leave: pattern of the name → what is in it.
+        extras: further files it may leave.
         places: what the words in braces are in a step; by default its ranks.
         last_written: the file of a step that comes after all others; "" where none does.
         best: where a step keeps the path of the best one so far; None where none does.
@@ -127,7 +156,7 @@ class Profile(NamedTuple):
     recognises: Callable[[SavedStep], bool]
     needed: tuple[Needed, ...] = ()
     groups: tuple[str, ...] = ()
-    extras: tuple[tuple[str, str], ...] = ()
+    extras: tuple[Extra, ...] = ()
     places: Callable[[SavedStep], Places] = ranks_of_parts
     last_written: str = ""
     best: Value | None = None
@@ -137,8 +166,15 @@ class Profile(NamedTuple):
     def holds(self, name: str) -> str:
         """Return what a file of the step holds; "" for one that is not known."""
         known = [needed.holds for needed in self.needed if needed.matches(name)]
-        known += [holds for pattern, holds in self.extras if re.fullmatch(pattern, name)]
+        known += [extra.holds for extra in self.extras if re.fullmatch(extra.pattern, name)]
         return known[0] if known else ""
+
+    def follows(self, name: str) -> Follow | None:
+        """Return what becomes of a file, or of the folder of a part, with another number of ranks; None if unknown."""
+        forms = ((needed, form) for needed in self.needed for form in needed.names if _pattern(form).fullmatch(name))
+        known = [needed.follows(form) for needed, form in forms]
+        known += [extra.follows for extra in self.extras if re.fullmatch(extra.pattern, name)]
+        return known[0] if known else None
 
     def needs(self, name: str) -> bool:
         """Tell whether a file is one that each step has, or each that can be resumed from."""

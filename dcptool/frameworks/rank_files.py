@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dcptool.frameworks.profile import MAX_RANKS, Needed, Places, Profile, SavedStep, numbered
+from dcptool.frameworks.profile import MAX_RANKS, Extra, Follow, Needed, Places, Profile, SavedStep, numbered
 
 _FILE = re.compile(
     r"((?:actor|critic|policy|ref|reward)\w*/|)(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt"
@@ -29,12 +29,14 @@ def _places(step: SavedStep) -> Places:
     }
 
 
-_MODEL = Needed(("{role}model_world_size_{world}_rank_{rank}.pt",), "one rank's part of the model")
-_OPTIM = Needed(("{role}optim_world_size_{world}_rank_{rank}.pt",), "one rank's part of the optimizer", resumes=True)
+_MODEL = Needed(("{role}model_world_size_{world}_rank_{rank}.pt",), "one rank's part of the model", fixed=True)
+_OPTIM = Needed(
+    ("{role}optim_world_size_{world}_rank_{rank}.pt",), "one rank's part of the optimizer", resumes=True, fixed=True
+)
 _EXTRA = "one rank's scheduler and random generators"
 _EXTRAS = (
-    (r"(.*/)?fsdp_config\.json", "the settings of FSDP"),
-    (r"(.*/)?huggingface/.*", "configuration and tokenizer"),
+    Extra(r"(.*/)?fsdp_config\.json", "the settings of FSDP"),
+    Extra(r"(.*/)?huggingface/.*", "configuration and tokenizer"),
 )
 
 VERL = Profile(
@@ -44,10 +46,10 @@ VERL = Profile(
     (
         _MODEL,
         _OPTIM,
-        Needed(("{role}extra_state_world_size_{world}_rank_{rank}.pt",), _EXTRA, resumes=True),
+        Needed(("{role}extra_state_world_size_{world}_rank_{rank}.pt",), _EXTRA, resumes=True, fixed=True),
         Needed(("data.pt",), "the data loader", given="actor/"),
     ),
-    extras=(*_EXTRAS, (r"data_\d+\.pt", "one rank's data loader")),
+    extras=(*_EXTRAS, Extra(r"data_\d+\.pt", "one rank's data loader", Follow.PER_RANK)),
     places=_places,
     last_written="data.pt",
 )
@@ -59,7 +61,7 @@ SKYRL = Profile(
     (
         _MODEL,
         _OPTIM,
-        Needed(("{role}extra_state_world_size_{world}_rank_{rank}.pt",), _EXTRA),
+        Needed(("{role}extra_state_world_size_{world}_rank_{rank}.pt",), _EXTRA, fixed=True),
         Needed(("data.pt",), "the data loader"),
         Needed(("trainer_state.pt",), "the trainer's progress"),
     ),

@@ -25,7 +25,7 @@ TORCH_CHECKPOINTING = Profile(
     "torch_checkpointing 0.1.1, checkpoint_writer.py and metadata_serialization.py",
     lambda step: "metadata.pkl" in step.files and _file([name for name in step.files if "/" not in name]),
     (
-        Needed(("{item}_{rank}.pt",), "one rank's part of an item"),
+        Needed(("{item}_{rank}.pt",), "one rank's part of an item", fixed=True),
         Needed(("metadata.pkl",), "how items are cut"),
     ),
     places=_places,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dcptool.frameworks.profile import Needed, Profile, SavedStep, Value, any_of
+from dcptool.frameworks.profile import Extra, Needed, Profile, SavedStep, Value, any_of
 
 _NAME = re.compile(r"checkpoint-\d+")
 _OWN = (r"trainer_state\.json", r"training_args\.bin", r"optimizer\.pt", r"scheduler\.pt", r"rng_state(_\d+)?\.pth")
@@ -40,11 +40,11 @@ TRAINER = Profile(
     ),
     (),
     (
-        (r"scaler\.pt", "the gradient scaler"),
-        (r"training_args\.bin", "the Trainer's arguments"),
-        (r"(generation_)?config\.json", "the model's configuration"),
-        (r"adapter_(config\.json|model\.\w+)", "an adapter"),
-        (
+        Extra(r"scaler\.pt", "the gradient scaler"),
+        Extra(r"training_args\.bin", "the Trainer's arguments"),
+        Extra(r"(generation_)?config\.json", "the model's configuration"),
+        Extra(r"adapter_(config\.json|model\.\w+)", "an adapter"),
+        Extra(
             r"tokenizer.*|special_tokens_map\.json|vocab\..*|merges\.txt|chat_template\..*|added_tokens\.json",
             "the tokenizer",
         ),

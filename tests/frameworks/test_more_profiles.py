@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 
+from dcptool.frameworks.profile import Follow
+from dcptool.frameworks.table import PROFILES
 from dcptool.ops.latest import find_latest
 from dcptool.ops.verify.verdict import State, VerifyOptions, judge
 from tests.conftest import FOREIGN
@@ -93,3 +95,32 @@ def test_a_model_among_steps_is_complete_and_holds_weights_alone(tmp_path):
     assert "it lacks optimizer and progress" in verdict_on(tmp_path / "checkpoint-3").reason
     assert verdict_on(tmp_path / "final").resumable is None  # by its name no step
     assert find_latest(tmp_path).path == str(tmp_path / "checkpoint-2")
+
+
+@pytest.mark.torchfree
+@pytest.mark.parametrize(
+    ("trainer", "file", "follows"),
+    [
+        ("Lightning", "meta.pt", Follow.CARRY),
+        ("accelerate", "random_states_3.pkl", Follow.PER_RANK),
+        ("accelerate", "custom_checkpoint_0.pkl", Follow.CARRY),
+        ("accelerate", "optimizer_0/", Follow.RESHARD),
+        ("transformers Trainer", "rng_state_1.pth", Follow.PER_RANK),
+        ("transformers Trainer", "rng_state.pth", Follow.CARRY),
+        ("transformers Trainer", "optimizer.pt", Follow.CARRY),
+        ("transformers Trainer", "wandb.txt", None),
+        ("Megatron-core", "common.pt", Follow.CARRY),
+        ("Megatron-core", "integrity.json", Follow.STALE),
+        ("Megatron-core", "mp_rank_00/train_dataloader_dprank003.pt", Follow.PER_RANK),
+        ("Megatron-LM, legacy", "mp_rank_01/model_optim_rng.pt", Follow.FIXED),
+        ("OLMo-core", "train/rank3.pt", Follow.PER_RANK),
+        ("DeepSpeed", "zero_pp_rank_1_mp_rank_00_optim_states.pt", Follow.FIXED),
+        ("DeepSpeed", "mp_rank_00_model_states.pt", Follow.CARRY),
+        ("verl", "actor/model_world_size_2_rank_1.pt", Follow.FIXED),
+        ("verl", "data.pt", Follow.CARRY),
+        ("torch_checkpointing", "model_1.pt", Follow.FIXED),
+    ],
+)
+def test_what_follows_to_another_number_of_ranks(trainer, file, follows):
+    [profile] = [profile for profile in PROFILES if profile.name == trainer]
+    assert profile.follows(file) is follows
