@@ -64,11 +64,19 @@ class Follow(str, Enum):
 
 
 class Extra(NamedTuple):
-    """A further file that a trainer may leave: pattern of its name, what is in it, whether it follows a resume."""
+    """A further file that a trainer may leave.
+
+    Attributes:
+        pattern: of its name.
+        holds: what is in it, for messages.
+        follows: what becomes of it with another number of ranks.
+        regular: a job that keeps one has it in each of its steps, under the same name, and cannot load a step without.
+    """
 
     pattern: str
     holds: str
     follows: Follow = Follow.CARRY
+    regular: bool = False
 
 
 class Needed(NamedTuple):
@@ -179,6 +187,10 @@ class Profile(NamedTuple):
     def needs(self, name: str) -> bool:
         """Tell whether a file is one that each step has, or each that can be resumed from."""
         return any(needed.matches(name) for needed in self.needed)
+
+    def is_regular(self, name: str) -> bool:
+        """Tell whether a file is one that either all steps of a job have or none."""
+        return any(extra.regular and re.fullmatch(extra.pattern, name) for extra in self.extras)
 
     def missing(self, step: SavedStep) -> list[tuple[str, str]]:
         """Return what should be in a step and is not, as (name, what it holds)."""

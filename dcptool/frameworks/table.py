@@ -59,3 +59,8 @@ def holds(name: str) -> str:
 def is_needed(name: str) -> bool:
     """Tell whether a file of this name is one that some trainer resumes with."""
     return any(profile.needs(name) for profile in PROFILES)
+
+
+def is_regular(name: str, framework: str = "") -> bool:
+    """Tell whether a file is one that all steps of a job have or none, for some trainer or for the one named."""
+    return any(profile.is_regular(name) for profile in PROFILES if framework in ("", profile.name))

@@ -65,7 +65,9 @@ def _run_text(summary: Summary) -> str:
     ]
     complete = [step.name for step in summary.steps if step.state.value == "complete"]
     opening = [step.name for step in summary.steps if step.n_entries is not None]
-    if complete:
+    if complete and complete[-1] not in opening:
+        blocks.append(f"newest complete step: {shown(complete[-1])}; dcptool reads no tensor of it")
+    elif complete:
         blocks.append(f"newest complete step: dcptool inspect {_quoted(os.path.join(summary.path, complete[-1]))}")
     elif opening:
         path = _quoted(os.path.join(summary.path, opening[-1]))

@@ -164,6 +164,10 @@ class TestRun:
         states = [(verdict.name, verdict.state.value) for verdict in dcptool.verify(deepspeed).verdicts]
         assert states == [("global_step5", "complete"), ("global_step10", "complete"), ("global_step15", "incomplete")]
 
+    def test_inspect_shows_the_run_and_sends_nobody_to_what_it_cannot_show(self, deepspeed):
+        done = run("inspect", deepspeed)
+        assert "newest complete step: global_step10; dcptool reads no tensor of it" in done.stdout
+
     def test_prune_keeps_the_newest_whole_one_and_what_it_cannot_judge(self, deepspeed):
         shutil.copytree(FOREIGN / "torchtitan_dcp", deepspeed / "global_step1" / "other")
         shutil.rmtree(deepspeed / "global_step1" / "other" / "checkpoint")

@@ -162,7 +162,7 @@ def section_of(profile: Profile) -> str:
         said.append(f"Numbers begin anew when a job goes on (`{profile.counter}`).")
     rows = [row_of(needed) for needed in profile.needed]
     rows += [
-        f"| `{extra.pattern.replace('|', chr(92) + '|')}` | {extra.holds} | – | {extra.follows.value} |"
+        f"| `{extra.pattern.replace('|', chr(92) + '|')}` | {extra.holds} | {'as beside' if extra.regular else '–'} | {extra.follows.value} |"
         for extra in profile.extras
     ]
     table = ["| file | holds | needed | on another number of ranks |", "|---|---|---|---|", *rows] if rows else []
