@@ -12,7 +12,7 @@ from benchmarks.results import how, load, markdown, put
 from benchmarks.rows import MAIN
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import KINDS, Kind, Severity
-from dcptool.frameworks.profile import Needed, Profile
+from dcptool.frameworks.profile import Extra, Needed, Profile
 from dcptool.frameworks.table import PROFILES
 from dcptool.ops.verify.verdict import State
 from dcptool.words import listed
@@ -161,12 +161,14 @@ def section_of(profile: Profile) -> str:
     if profile.counter:
         said.append(f"Numbers begin anew when a job goes on (`{profile.counter}`).")
     rows = [row_of(needed) for needed in profile.needed]
-    rows += [
-        f"| `{extra.pattern.replace('|', chr(92) + '|')}` | {extra.holds} | {'as beside' if extra.regular else '–'} | {extra.follows.value} |"
-        for extra in profile.extras
-    ]
+    rows += [of_extra(extra) for extra in profile.extras]
     table = ["| file | holds | needed | on another number of ranks |", "|---|---|---|---|", *rows] if rows else []
     return "\n".join([f"### {profile.name}", "", " ".join(said), *([""] if table else []), *table])
+
+
+def of_extra(extra: Extra) -> str:
+    pattern = extra.pattern.replace("|", "\\|")
+    return f"| `{pattern}` | {extra.holds} | {'as beside' if extra.regular else '–'} | {extra.follows.value} |"
 
 
 def row_of(needed: Needed) -> str:
