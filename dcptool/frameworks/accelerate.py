@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dcptool.frameworks.profile import Extra, Needed, Profile, SavedStep, Value, any_of
+from dcptool.frameworks.trainer import SHARDS, places_with_shards
 
 _random_states = any_of(r"random_states_\d+\.pkl")
 _parts = any_of(r"(pytorch_model_fsdp|optimizer)_\d+")
@@ -22,6 +23,7 @@ ACCELERATE = Profile(
     _recognises,
     (
         Needed(("pytorch_model_fsdp_0/",), "the model", given="optimizer_0/"),
+        SHARDS,
         Needed(("optimizer_0/", "optimizer.bin", "optimizer.pt"), "the optimizer", resumes=True),
         Needed(("random_states_{rank}.pkl",), "random generators and the step of gradient accumulation"),
     ),
@@ -33,6 +35,7 @@ ACCELERATE = Profile(
         Extra(r"scaler\.pt", "the gradient scaler", regular=True),
         Extra(r"custom_checkpoint_\d+\.pkl", "an object registered for checkpointing", regular=True),
     ),
+    places=places_with_shards,
     counter=r"checkpoint_\d+",
     progress=Value("scheduler.bin", ("last_epoch",)),
 )

@@ -9,8 +9,8 @@ import itertools
 import math
 import re
 
-from dcptool.frameworks.profile import MAX_RANKS, Extra, Follow, Needed, Places, Profile, SavedStep, any_of, numbered
-from dcptool.frameworks.values import count_of, items_of
+from dcptool.frameworks.profile import Extra, Follow, Needed, Places, Profile, SavedStep, any_of, numbered
+from dcptool.frameworks.values import MAX_RANKS, count_of, items_of
 
 _NAME = re.compile(r"iter_\d{7}|release")
 

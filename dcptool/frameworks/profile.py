@@ -7,6 +7,7 @@ Knows names and sizes, and asks for what single small values say; whether a file
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
@@ -14,13 +15,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.frameworks.values import MAX_RANKS
 
 RANK = "{rank}"
 _PLACE = re.compile(r"\{(\w+)\}")
 Places = Mapping[str, Sequence[str]]
 """What the words in braces of a file's name may be: `rank` → "0", "1", …"""
-MAX_RANKS = 1 << 20
-"""Higher numbers in names are none of ranks."""
 
 
 class SavedStep(NamedTuple):
@@ -211,10 +211,16 @@ class Profile(NamedTuple):
 
 
 def expanded(form: str, places: Places) -> list[str]:
-    """Return the names that a form stands for: all combinations of what its words in braces may be."""
+    """Return the names that a form stands for: all combinations of what its words in braces may be.
+
+    None of more than MAX_RANKS: numbers that damage or malice made are no reason to count that far.
+    """
     words = list(dict.fromkeys(_PLACE.findall(form)))
-    found = []
-    for chosen in itertools.product(*(places.get(word, ()) for word in words)):
+    choices = [places.get(word, ()) for word in words]
+    found: list[str] = []
+    if math.prod(map(len, choices)) > MAX_RANKS:
+        return found
+    for chosen in itertools.product(*choices):
         name = form
         for word, value in zip(words, chosen, strict=True):
             name = name.replace(f"{{{word}}}", value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from dcptool.frameworks.profile import MAX_RANKS, Extra, Follow, Needed, Places, Profile, SavedStep, numbered
+from dcptool.frameworks.profile import Extra, Follow, Needed, Places, Profile, SavedStep, numbered
+from dcptool.frameworks.values import MAX_RANKS
 
 _FILE = re.compile(
     r"((?:actor|critic|policy|ref|reward)\w*/|)(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt"

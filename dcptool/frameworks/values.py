@@ -14,6 +14,8 @@ from dcptool.pickles.standins import Node
 from dcptool.storage import Storage
 
 _ZIP = b"PK\x03\x04"
+MAX_RANKS = 1 << 17
+"""Higher numbers are none of ranks, nor are more names those of one step."""
 _MAX_NBYTES = 64 << 20
 """Of a pickle or a JSON file that is read for a value in it."""
 
@@ -54,14 +56,14 @@ def _small(name: str, nbytes: int) -> int:
 def items_of(value: Any) -> dict[Any, Any]:
     """Return the members of a dict, of an ordered one, or the attributes of an instance; empty for anything else."""
     if isinstance(value, Node):
-        found = dict(value.items or ())
-        return found or (value.state if isinstance(value.state, dict) else {})
+        pairs = [(key, item) for key, item in value.items or () if isinstance(key, str | int)]
+        return dict(pairs) or (value.state if isinstance(value.state, dict) else {})
     return value if isinstance(value, dict) else {}
 
 
 def count_of(value: Any) -> int:
     """Return a number of ranks as it is recorded; 0 for what is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 20 else 0
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < MAX_RANKS else 0
 
 
 def found_at(value: Any, keys: Sequence[str]) -> Iterator[Any]:

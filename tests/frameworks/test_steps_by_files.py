@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -275,6 +276,24 @@ def test_weights_in_files_of_torch_save_are_no_part_and_count(tmp_path):
         assert verdict_on(tmp_path / name).state is State.OTHER  # no weights in any file: it can be anybody's
 
 
+@pytest.mark.parametrize("index", [True, False])
+def test_every_file_of_a_model_in_several_counts(tmp_path, index):
+    step = tmp_path / "checkpoint-30"
+    step.mkdir()
+    shards = [f"pytorch_model-0000{number}-of-00003.bin" for number in (1, 2, 3)]
+    for file in (*shards, "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        shutil.copy(TRAINED / "scheduler.pt", step / file)
+    shutil.copy(TRAINED / "trainer_state.json", step)
+    if index:
+        weights = {f"w{number}": shard for number, shard in enumerate(shards)}
+        (step / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weights}))
+    assert (verdict_on(step).state, verdict_on(step).resumable) == (State.COMPLETE, True)
+    for shard in shards:
+        (step / shard).rename(tmp_path / shard)
+        assert f"{shard} is missing: a file of the model" in verdict_on(step).reason
+        (tmp_path / shard).rename(step / shard)
+
+
 def test_folders_of_other_things_are_recognised_as_none(tmp_path):
     from dcptool.frameworks.profile import SavedStep
 
@@ -291,10 +310,34 @@ def test_folders_of_other_things_are_recognised_as_none(tmp_path):
         assert profile_of(SavedStep("run", files, {})) is None, files
 
 
-def test_numbers_in_names_that_are_no_ranks_cost_nothing(copied):
+@pytest.mark.parametrize(
+    ("name", "file", "odd"),
+    [
+        ("ds_zero1_fp32_w2/global_step5", "mp_rank_00_model_states.pt", "mp_rank_99999999999_model_states.pt"),
+        (
+            "ds_zero1_fp32_w2/global_step5",
+            "mp_rank_00_model_states.pt",
+            "zero_pp_rank_130000_mp_rank_131000_optim_states.pt",
+        ),
+        ("megatron_legacy_tp2/iter_0000010", "mp_rank_00/model_optim_rng.pt", "mp_rank_99_999_999/model_optim_rng.pt"),
+        ("verl_fsdp2_w2", "model_world_size_2_rank_0.pt", "model_world_size_99999999999_rank_7.pt"),
+        ("verl_fsdp2_w2", "model_world_size_2_rank_0.pt", "model_world_size_2_rank_99999999999.pt"),
+        ("tck_w2", "model_0.pt", "model_131000.pt"),
+    ],
+)
+def test_numbers_in_names_that_are_no_ranks_cost_nothing(copied, name, file, odd):
+    folder = copied(name)
+    (folder / odd).parent.mkdir(exist_ok=True)
+    shutil.copy(folder / file, folder / odd)
+    assert verdict_on(folder).state in (State.COMPLETE, State.INCOMPLETE)
+
+
+@pytest.mark.parametrize("value", [2**40, -1, True, "2", None, [2], 1e300, 131_000])
+def test_numbers_in_files_that_are_no_ranks_cost_nothing(copied, value):
+    torch = pytest.importorskip("torch")
     folder = copied("ds_zero1_fp32_w2/global_step5")
-    shutil.copy(folder / "mp_rank_00_model_states.pt", folder / "zero_pp_rank_99999999999_mp_rank_00_optim_states.pt")
-    assert verdict_on(folder).state is State.COMPLETE
-    legacy = copied("megatron_legacy_tp2/iter_0000010")
-    shutil.copytree(legacy / "mp_rank_00", legacy / "mp_rank_99_999_999")
-    assert verdict_on(legacy).state in (State.COMPLETE, State.INCOMPLETE)
+    zero = {"stage": value, "mics_shard_size": value}
+    state = {"dp_world_size": value, "mp_world_size": value, "ds_config": {"zero_optimization": zero}}
+    for content in (state, value, {"ds_config": value}, {"ds_config": {"zero_optimization": value}}):
+        torch.save(content, folder / "mp_rank_00_model_states.pt")
+        assert verdict_on(folder).state in (State.COMPLETE, State.INCOMPLETE)

@@ -134,7 +134,15 @@ def test_the_kinds_of_findings_are_those_of_the_table(pytestconfig):
 
 
 _IN_PAGE = {"rank": "N", "part": "N", "optim": "N", "world": "W", "mp": "MM", "model": "MM", "distributed": "MM"}
-_IN_PAGE |= {"tag": "", "bf16": "[bf16_]", "role": "[actor/]", "item": "ITEM", "param": "NAME", "trained": "NAME"}
+_IN_PAGE |= {
+    "tag": "",
+    "bf16": "[bf16_]",
+    "role": "[actor/]",
+    "item": "ITEM",
+    "shard": "-I-of-N",
+    "param": "NAME",
+    "trained": "NAME",
+}
 
 
 def form_in_page(form: str) -> str:

@@ -84,6 +84,8 @@ def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> V
     from dcptool.ops.verify.torch_load import load_with_torch
 
     findings: list[Finding] = []
+    if verdict.whole and not verdict.parts:
+        findings.append(Finding.of("not-loaded", "not loaded: dcptool reads no tensor of it"))
     location = locate(verdict.path)
     for part in verdict.parts:
         checkpoint = open_part(location, part.name)
