@@ -27,6 +27,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 ROOT = Path(__file__).resolve().parent.parent
 FOREIGN = ROOT / "fixtures" / "foreign"
+UNREAD = ROOT / "fixtures" / "unread"
 OLD = 1_767_225_600
 """2026-01-01, in seconds since the epoch."""
 
@@ -112,7 +113,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _old_files():
     """Give the foreign checkpoints one time long ago, which a checkout does not keep: they are not being written."""
-    for path in FOREIGN.rglob("*"):
+    for path in (*FOREIGN.rglob("*"), *UNREAD.rglob("*")):
         if path.is_file() and not path.is_symlink():
             os.utime(path, (OLD, OLD))
 

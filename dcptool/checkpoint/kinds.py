@@ -93,6 +93,7 @@ KINDS = {
         may_be_whole=True,
     ),
     "not-resumable": _warning("it is complete, and lacks what a resume needs, as one saved for its weights alone"),
+    "tensors-not-read": _note("its trainer's files are there and whole, and dcptool reads no tensor of them"),
     "empty": _error("there is nothing in the folder", _MISSING, unfinished=True),
     # No checkpoint dcptool checks.
     "run-directory": _error("it is a run directory, or several", Effect.UNREAD),
@@ -194,6 +195,9 @@ KINDS = {
     "subset": _note("one side has all the other has, and more"),
     # Of convert --skip-corrupt.
     "lost-entry": _error("an entry has bytes in a file that is missing or cut short"),
+    # Of a run directory: how its steps were found.
+    "steps-by-pattern": _note("folders are taken as steps because their names differ in one number only"),
+    "unreadable-best": _warning("a step's record of which step is the best cannot be read"),
     # Of latest: what pointers say that is not so.
     "stale-pointer": _warning("a pointer names an older step than the newest complete one"),
     "wrong-pointer": _warning("a pointer names a step that is not complete"),

@@ -21,7 +21,7 @@ from dcptool.formats.detect import open_part
 from dcptool.formats.safetensors.header import LFS_START
 from dcptool.formats.table import beside
 from dcptool.formats.torch_save.format import SUFFIXES, is_legacy
-from dcptool.frameworks.table import holds
+from dcptool.frameworks.table import holds, is_needed, is_regular
 from dcptool.pickles import inert
 from dcptool.pickles.calls import Calls
 from dcptool.storage import Location, Storage, join
@@ -66,7 +66,10 @@ def look_at(storage: Storage, files: Mapping[str, int], level: Level, threads: i
         threads: how many read at the same time; None for the number of processors.
     """
     names = sorted(files)
-    known = [name for name in names if name.endswith(_KNOWN) or level >= Level.RECORDS]
+    known = [
+        name for name in names
+        if name.endswith(_KNOWN) or (is_needed(name) if not files[name] else level >= Level.RECORDS)
+    ]  # fmt: skip
     found: dict[str, tuple[bool, Sequence[Finding]]] = {}
     if known:
         from dcptool.copying.pool import Pool
@@ -81,15 +84,17 @@ def look_at(storage: Storage, files: Mapping[str, int], level: Level, threads: i
 def patterns_of(files: Iterable[str], marker: str) -> frozenset[str]:
     """Return the names of files that lie beside the checkpoints of a step, with the numbers in them taken out.
 
-    Only those of kinds that trainers keep state in: other files may come and go.
+    Only those of kinds that trainers keep state in: other files may come and go. Numbers stay where a trainer gives a
+    file the same one in each step.
     """
-    return frozenset(re.sub(r"\d+", "N", name) for name in beside(files, marker) if name.endswith(_OF_STATE))
+    names = [name for name in beside(files, marker) if name.endswith(_OF_STATE)]
+    return frozenset(name if is_regular(name) else re.sub(r"\d+", "N", name) for name in names)
 
 
 def _look_at(storage: Storage, name: str, nbytes: int, level: Level) -> tuple[bool, Sequence[Finding]]:
-    """Look at a file; of one whose name says nothing it matters only whether it runs code."""
+    """Look at a file; of one whose name says nothing it matters only whether it runs code, or is empty and needed."""
     proven, problems = _problems(storage, name, nbytes, level)
-    if name.endswith(_KNOWN):
+    if name.endswith(_KNOWN) or not nbytes:
         return proven, problems
     return False, [finding for finding in problems if finding.traits.effect is Effect.UNSAFE]
 

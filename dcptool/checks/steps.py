@@ -6,13 +6,21 @@ import re
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.findings import Finding, errors
+from dcptool.checks.check import Level
+from dcptool.checks.side_files import SideFiles
 from dcptool.frameworks.profile import SavedStep
 from dcptool.frameworks.table import profile_of
-from dcptool.words import listed
+from dcptool.words import listed, plural
 
 MAX_NAMED = 5
 _DIED = "The save died before it was done, or the file was left behind: resume from another step."
+_LOST = "The save was finished, so the file was lost or left behind since: bring it back, or resume from another step."
+_LOOKED = {
+    Level.METADATA: "sizes and zip directories",
+    Level.RECORDS: "sizes, zip directories and pickles",
+    Level.DEEP: "every byte that has a checksum",
+}
 _OF_RANKS = re.compile(
     r"(.*(?:rank|rng|rng_state|random_states?|dataloader|sampler)[_-]?)(\d+)(\.(?:pt|pth|bin|ckpt|pkl))", re.IGNORECASE
 )
@@ -50,7 +58,8 @@ def resume_of(step: SavedStep, side_files: Collection[str], as_it_is: bool = Fal
     if as_it_is:
         lacks += [f"{name} ({holds})" for name, holds in missing]
     else:
-        problems += _missing(missing, profile.name)
+        finished = step.has(profile.last_written) and profile.last_written not in dict(missing)
+        problems += _missing(missing, profile.name, _LOST if finished else _DIED)
     resumable = not problems and not lacks
     if lacks and not problems:
         message = f"it lacks {listed(lacks, MAX_NAMED)}, which {profile.name} resumes with: that would start anew"
@@ -58,7 +67,22 @@ def resume_of(step: SavedStep, side_files: Collection[str], as_it_is: bool = Fal
     return Resume(profile.name, resumable, tuple(lacks)), problems
 
 
-def _missing(lacking: Iterable[tuple[str, str]], trainer: str) -> list[Finding]:
+def is_known(step: SavedStep) -> bool:
+    """Tell whether some trainer's files are what a step is of, whatever they hold."""
+    return profile_of(step) is not None
+
+
+def not_read(step: SavedStep, side_files: SideFiles, level: Level) -> list[Finding]:
+    """Return the note on a whole step of a known trainer in which there is no checkpoint that dcptool reads."""
+    profile = profile_of(step)
+    if profile is None or errors(side_files.findings) or profile.missing(step):
+        return []
+    looked = f"{plural(len(side_files.names), 'file')} there and whole ({_LOOKED[level]})"
+    message = f"a step of {profile.name}: {looked}; tensors are not read by dcptool"
+    return [Finding.of("tensors-not-read", message)]
+
+
+def _missing(lacking: Iterable[tuple[str, str]], trainer: str, next_step: str) -> list[Finding]:
     """Return a finding for each kind of file that is missing, however many ranks' files are."""
     by_kind: dict[str, list[str]] = {}
     for name, holds in lacking:
@@ -67,7 +91,7 @@ def _missing(lacking: Iterable[tuple[str, str]], trainer: str) -> list[Finding]:
     for holds, names in by_kind.items():
         which = listed(names, MAX_NAMED, counted=False)
         message = f"{which} {'is' if len(names) == 1 else 'are'} missing: {holds}, which {trainer} resumes with"
-        problems.append(Finding.of("missing-side-file", message, names[0], next_step=_DIED))
+        problems.append(Finding.of("missing-side-file", message, names[0], next_step=next_step))
     return problems
 
 

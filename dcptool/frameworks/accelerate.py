@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dcptool.frameworks.profile import Needed, Profile, SavedStep, any_of
+from dcptool.frameworks.profile import Extra, Needed, Profile, SavedStep, Value, any_of
+from dcptool.frameworks.trainer import SHARDS, places_with_shards
 
 _random_states = any_of(r"random_states_\d+\.pkl")
 _parts = any_of(r"(pytorch_model_fsdp|optimizer)_\d+")
+_weights = any_of(r"pytorch_model.*\.bin")
 _of_trainer = any_of(r"trainer_state\.json|scheduler\.pt|rng_state(_\d+)?\.pth|training_args\.bin")
 
 
 def _recognises(step: SavedStep) -> bool:
-    if _of_trainer(step.files):
+    if _of_trainer(step.files) or not (step.parts or _weights(step.files)):
         return False
     return _random_states(step.files) or (_parts(step.parts) and not step.name.startswith("checkpoint-"))
 
@@ -21,15 +23,19 @@ ACCELERATE = Profile(
     _recognises,
     (
         Needed(("pytorch_model_fsdp_0/",), "the model", given="optimizer_0/"),
+        SHARDS,
         Needed(("optimizer_0/", "optimizer.bin", "optimizer.pt"), "the optimizer", resumes=True),
         Needed(("random_states_{rank}.pkl",), "random generators and the step of gradient accumulation"),
     ),
     (),
     (
-        (r"scheduler(_\d+)?\.bin", "accelerate's learning-rate scheduler"),
-        (r"sampler(_\d+)?\.bin", "the data sampler"),
-        (r"dl_state_dict(_\d+)?\.bin", "the data loader"),
-        (r"scaler\.pt", "the gradient scaler"),
-        (r"custom_checkpoint_\d+\.pkl", "an object registered for checkpointing"),
+        Extra(r"scheduler(_\d+)?\.bin", "accelerate's learning-rate scheduler", regular=True),
+        Extra(r"sampler(_\d+)?\.bin", "the data sampler", regular=True),
+        Extra(r"dl_state_dict(_\d+)?\.bin", "the data loader"),
+        Extra(r"scaler\.pt", "the gradient scaler", regular=True),
+        Extra(r"custom_checkpoint_\d+\.pkl", "an object registered for checkpointing", regular=True),
     ),
+    places=places_with_shards,
+    counter=r"checkpoint_\d+",
+    progress=Value("scheduler.bin", ("last_epoch",)),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dcptool.frameworks.profile import Needed, Profile, SavedStep
+from dcptool.frameworks.profile import Needed, Profile, SavedStep, Value
 
 _OF_STRATEGIES = re.compile(r"state_dict\.|optimizer_\d+\.")
 """ModelParallel's names, and those of the optimizers in FSDP's, whose models are `model.*` as everybody's."""
@@ -22,4 +22,6 @@ LIGHTNING = Profile(
     _recognises,
     (Needed(("meta.pt",), "Lightning's loops, callbacks and hyper-parameters"),),
     ("optimizer_0",),
+    last_written="meta.pt",
+    best=Value("meta.pt", ("callbacks", "*", "best_model_path")),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcptool.frameworks.profile import Needed, Profile, SavedStep
+from dcptool.frameworks.profile import Extra, Needed, Profile, SavedStep
 
 
 def _recognises(step: SavedStep) -> bool:
@@ -22,5 +22,5 @@ NEMO = Profile(
         ),
     ),
     ("optimizer",),
-    ((r"context/.*", "the model's configuration and tokenizer"),),
+    (Extra(r"context/.*", "the model's configuration and tokenizer"),),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcptool.frameworks.profile import Needed, Profile
+from dcptool.frameworks.profile import Extra, Needed, Profile
 
 OLMO = Profile(
     "OLMo-core",
@@ -14,5 +14,6 @@ OLMO = Profile(
         Needed((".metadata.json",), "the version, written last"),
     ),
     ("optim",),
-    ((r"config\.json", "the configuration"), (r"data_paths\.txt", "the paths of the data")),
+    (Extra(r"config\.json", "the configuration"), Extra(r"data_paths\.txt", "the paths of the data")),
+    last_written=".metadata.json",
 )

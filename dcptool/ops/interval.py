@@ -19,7 +19,6 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from dcptool.checkpoint.steps import step_number
 from dcptool.formats.marker import NAME, Marker, marker_in
 from dcptool.runs.directory import require_run
 from dcptool.storage import locate
@@ -184,7 +183,7 @@ def read_cadence(run_dir: str | os.PathLike[str], marker: str = NAME) -> Cadence
     for name in run.steps:
         read = marker_in(storage.below(name), marker)
         if read and read.writer == "save":
-            found.append((step_number(name) or 0, read))
+            found.append((run.number(name) or 0, read))
     saves = [one.save_seconds if one.blocked_seconds is None else one.blocked_seconds for _, one in found]
     save = _median(seconds for seconds in saves if seconds is not None)
     gaps = []

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
-from dcptool.checkpoint.steps import step_number
 from dcptool.checks.side_files import patterns_of
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError
 from dcptool.formats.detect import find_parts, open_part
@@ -48,7 +47,7 @@ class Latest(NamedTuple):
         run: path of the run directory.
         verdict: on the newest complete step; None if there is none.
         skipped: verdicts on the newer ones, newest first.
-        pointers: what pointer files and links say that is not so.
+        pointers: what pointer files and links say that is not so, and how the steps were found where names do not tell.
         problem: why there is no run to look at: no steps, or several runs; "" if there is one.
         order: that an older complete step was written long after the answer, if one was.
     """
@@ -80,7 +79,7 @@ def find_steps(run_dir: str | os.PathLike[str]) -> tuple[Step, ...]:
         StorageError: it cannot be listed.
     """
     run = require_run(locate(run_dir))
-    return tuple(Step(step_number(name) or 0, name, join(run.path, name)) for name in run.steps)
+    return tuple(Step(run.number(name) or 0, name, join(run.path, name)) for name in run.steps)
 
 
 def find_latest(
@@ -141,7 +140,7 @@ def find_latest(
         skipped = skipped[: skipped.index(answer)] if answer else skipped
     pointers = pointer_problems(run, read_pointers(run), answer.name if answer else None)
     order = _order_notes(run, answer, saves, options) if answer and not options.by else ()
-    return Latest(run.path, answer, tuple(skipped), tuple(pointers), order=order)
+    return Latest(run.path, answer, tuple(skipped), (*pointers, *run.notes), order=order)
 
 
 def _order_notes(run: Run, answer: Verdict, saves: Sequence[Save], options: VerifyOptions) -> tuple[Finding, ...]:

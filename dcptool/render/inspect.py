@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dcptool.ops.inspect.inspect import Summary
 from dcptool.ops.inspect.summary import CheckpointSummary, ObjectSummary, TensorSummary, corner_sizes
 from dcptool.pickles import plain
-from dcptool.render.findings import indented
+from dcptool.render.findings import finding_lines, indented
 from dcptool.render.folding import Fold, fold
 from dcptool.render.text import MIN_NAME_WIDTH, column_width, table
 from dcptool.words import cut_lines, nbytes, plural, shown, value
@@ -61,10 +61,13 @@ def _run_text(summary: Summary) -> str:
         f"{shown(summary.path)} is a run directory with {plural(len(rows), 'step')}",
         table(["step", "state", "ranks", "entries", "files", "bytes"], rows, right=(2, 3, 4, 5)),
         "\n".join(f"{shown(step.name)}: {shown(step.reason)}" for step in summary.steps if step.reason),
+        "\n".join(finding_lines(summary.notes, "")),
     ]
     complete = [step.name for step in summary.steps if step.state.value == "complete"]
     opening = [step.name for step in summary.steps if step.n_entries is not None]
-    if complete:
+    if complete and complete[-1] not in opening:
+        blocks.append(f"newest complete step: {shown(complete[-1])}; dcptool reads no tensor of it")
+    elif complete:
         blocks.append(f"newest complete step: dcptool inspect {_quoted(os.path.join(summary.path, complete[-1]))}")
     elif opening:
         path = _quoted(os.path.join(summary.path, opening[-1]))

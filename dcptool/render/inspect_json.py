@@ -33,6 +33,7 @@ def to_json(summary: Summary) -> dict[str, Any]:
             for checkpoint, report in zip_longest(summary.checkpoints, summary.stats)
         ],
         **({"steps": [_step_json(step) for step in summary.steps]} if summary.steps else {}),
+        **({"notes": [finding_json(note) for note in summary.notes]} if summary.notes else {}),
         **({"others": summary.others} if summary.others else {}),
         **({"errors": errors} if errors else {}),
     }

@@ -93,6 +93,8 @@ def _checked(verdict: Verdict) -> str:
     tally = verdict.tally
     if verdict.level is Level.METADATA:
         return _ALSO[verdict.level]
+    if not verdict.parts and verdict.side_files.names:
+        return "zip directories and pickles" if verdict.level is Level.RECORDS else "every byte that has a checksum"
     items = plural(tally.n_items, "item")
     unread = f"{plural(tally.n_unread, 'item')} could not be read" if tally.n_unread else ""
     if unread and not tally.n_items:

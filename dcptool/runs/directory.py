@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
-from dcptool.checkpoint.steps import in_step_order, step_number
+from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.steps import Pattern, common_pattern, in_step_order, is_rare, step_number, step_order
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.formats.detect import find_parts, part_files
+from dcptool.formats.others import looks_like
 from dcptool.formats.table import fills_folder
 from dcptool.storage import DirEntry, Location, Storage, base_name, join
 from dcptool.words import plural
@@ -18,11 +21,31 @@ _MAX_FOLDERS = 50
 
 
 class Run(NamedTuple):
-    """A run directory: its path, its place below the folder looked at, and its steps' names, lowest step first."""
+    """A run directory.
+
+    Attributes:
+        path: of it.
+        folder: its place below the folder looked at.
+        steps: their names, lowest step first.
+        pattern: what tells that these are steps where no name does by itself.
+    """
 
     path: str
     folder: str
     steps: tuple[str, ...]
+    pattern: Pattern | None = None
+
+    def number(self, step: str) -> int | None:
+        """Return the number that the name of one of the steps stands for."""
+        return self.pattern.number(step) if self.pattern else step_number(step)
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        """What is worth knowing of how the steps were found."""
+        if self.pattern is None:
+            return ()
+        message = f"{plural(len(self.steps), 'folder')} named {self.pattern} are taken as steps, by their names alone"
+        return (Finding.of("steps-by-pattern", message),)
 
     def holds(self, name: str) -> bool:
         """Tell whether a path below the folder looked at is one of the steps, or in one."""
@@ -43,8 +66,8 @@ def find_runs(location: Location) -> list[Run]:
     level = [""]
     for _ in range(_WRAPPER_DEPTH + 1):
         folders = {folder: _folders(storage, folder) for folder in level}
-        steps = {folder: _steps(storage, folder, names) for folder, names in folders.items()}
-        found = [Run(join(storage.root, folder), folder, names) for folder, names in steps.items() if names]
+        runs = [_run(storage, folder, names) for folder, names in folders.items()]
+        found = [run for run in runs if run.steps]
         if found:
             return [run for run in found if not _is_one_step(location, run)]
         level = [_below(folder, name) for folder, names in folders.items() for name in names][:_MAX_FOLDERS]
@@ -115,9 +138,42 @@ def _below(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
+def _run(storage: Storage, folder: str, names: Sequence[str]) -> Run:
+    """Return a folder as a run directory, with no steps if it is none."""
+    path = join(storage.root, folder)
+    steps = _steps(storage, folder, names)
+    pattern = common_pattern(names) if not steps else None
+    if pattern is None:
+        return Run(path, folder, steps)
+    fitting = sorted((name for name in names if pattern.number(name) is not None), key=step_order)
+    whole = (name for name in fitting if _is_checkpoint(storage, _below(folder, name), pattern.is_of_steps))
+    return Run(path, folder, tuple(fitting), pattern) if len(tuple(islice(whole, 2))) > 1 else Run(path, folder, ())
+
+
+def _is_checkpoint(storage: Storage, folder: str, named_so: bool) -> bool:
+    """Tell whether a folder is a checkpoint a job saved; a model alone or parts below only if named as a step."""
+    parts = _part_names(storage, folder)
+    if named_so:
+        return bool(parts) and not is_run_of("", parts)
+    return parts == [""] and fills_folder(part_files(Location(storage.below(folder), None), ""))
+
+
 def _steps(storage: Storage, folder: str, names: Iterable[str]) -> tuple[str, ...]:
     ordered = in_step_order(names)
-    return tuple(name for name in ordered if not (name.isdigit() and _holds_steps(storage, _below(folder, name))))
+    steps = [name for name in ordered if not (name.isdigit() and _holds_steps(storage, _below(folder, name)))]
+    rare = [name for name in steps if is_rare(name)]
+    if any(_holds_checkpoint(storage, _below(folder, name)) for name in reversed(rare)):
+        return tuple(steps)
+    return tuple(name for name in steps if name not in rare)
+
+
+def _holds_checkpoint(storage: Storage, folder: str) -> bool:
+    """Tell whether there is a checkpoint in a folder, of whatever software."""
+    try:
+        entries = storage.entries(folder)
+    except (CheckpointNotFoundError, StorageError):
+        return False
+    return bool(looks_like(sorted(base_name(entry.name) for entry in entries))[0] or _part_names(storage, folder))
 
 
 def _holds_steps(storage: Storage, folder: str) -> bool:

@@ -14,6 +14,7 @@ from dcptool.checkpoint.steps import step_order
 from dcptool.copying.pool import Pool
 from dcptool.errors import DcptoolError
 from dcptool.formats.marker import NAME, marked_as
+from dcptool.runs.counters import order_of_counted
 from dcptool.runs.directory import Run
 from dcptool.storage import Storage, is_url, locate
 from dcptool.words import span
@@ -59,8 +60,10 @@ def in_order(run: Run, marker: str = NAME, by: str | None = None) -> tuple[Save,
     saves.sort(key=lambda save: step_order(save.name))
     if by == "time":
         saves.sort(key=lambda save: save.written or 0.0)
-    elif by is None:
+    elif by is None and any(save.number for save in saves):
         saves = _by_number_of_save(saves)
+    elif by is None and (counted := order_of_counted(run)):
+        saves.sort(key=lambda save: counted.index(save.name))
     return tuple(saves)
 
 

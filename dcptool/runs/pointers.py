@@ -124,7 +124,7 @@ def _step_named(said: str, run: Run) -> str:
     if inside or not names or step_number(names[-1]) is None:
         return inside
     if names[-1].isdigit():
-        alike = [name for name in run.steps if step_number(name) == int(names[-1])]
+        alike = [name for name in run.steps if run.number(name) == int(names[-1])]
         return alike[-1] if alike else names[-1]
     return names[-1]
 

@@ -106,3 +106,20 @@ def test_state_that_a_job_no_longer_keeps_is_not_lacking(tmp_path):
     save(tmp_path / "run" / "step-4", {"model": {"w": 1}, "optim": {"lr": 0.1}})
     assert dcptool.verify(tmp_path / "run").verdicts[-1].resumable is None
     assert find_latest(tmp_path / "run").path == str(tmp_path / "run" / "step-4")
+
+
+def test_a_file_that_a_job_cannot_load_a_step_without_is_missing_beside_one_step_that_has_it(tmp_path):
+    """accelerate killed before its last registered object: it refuses a step with fewer of them."""
+    for number in (0, 1):
+        step = shutil.copytree(FOREIGN / "accelerate_fsdp2", tmp_path / "run" / f"checkpoint_{number}")
+        shutil.copy(step / "custom_checkpoint_0.pkl", step / "custom_checkpoint_1.pkl")
+        shutil.copy(step / "scheduler.bin", step / "dl_state_dict.bin")
+    for file in ("custom_checkpoint_1.pkl", "scheduler.bin"):
+        (tmp_path / "run" / "checkpoint_1" / file).rename(tmp_path / file)
+        verdict = dcptool.verify(tmp_path / "run").verdicts[-1]
+        assert (verdict.state.value, verdict.resumable) == ("incomplete", False)
+        assert f"{file} is missing, which the step beside it has" in verdict.reason
+        assert find_latest(tmp_path / "run").path == str(tmp_path / "run" / "checkpoint_0")
+        (tmp_path / file).rename(tmp_path / "run" / "checkpoint_1" / file)
+    (tmp_path / "run" / "checkpoint_1" / "dl_state_dict.bin").unlink()  # loads without
+    assert dcptool.verify(tmp_path / "run").verdicts[-1].state.value == "complete"

@@ -12,9 +12,10 @@ from benchmarks.results import how, load, markdown, put
 from benchmarks.rows import MAIN
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import KINDS, Kind, Severity
-from dcptool.frameworks.profile import RANK
+from dcptool.frameworks.profile import Extra, Needed, Profile
 from dcptool.frameworks.table import PROFILES
 from dcptool.ops.verify.verdict import State
+from dcptool.words import listed
 from tests.conftest import ROOT
 
 ROW = re.compile(r"\| (R\d\d) \| (.+?) \| (.+) \|")
@@ -132,18 +133,65 @@ def test_the_kinds_of_findings_are_those_of_the_table(pytestconfig):
     is_in_page("json.md", "kinds", table_of_kinds(), pytestconfig)
 
 
-def table_of_trainers() -> str:
-    """What a step of each trainer consists of, as docs/verify.md has it."""
-    rows = []
-    for profile in PROFILES:
-        files = [f"`{needed.names[0].replace(RANK, 'N')}` ({needed.holds})" for needed in profile.needed]
-        groups = ", ".join(f"`{name}`" for name in profile.groups)
-        rows.append(f"| {profile.name} | {'; '.join(files) or '–'} | {groups or '–'} | {profile.source} |")
-    return "\n".join(["| trainer | beside the tensors | entries named | source |", "|---|---|---|---|", *rows])
+_IN_PAGE = {"rank": "N", "part": "N", "optim": "N", "world": "W", "mp": "MM", "model": "MM", "distributed": "MM"}
+_IN_PAGE |= {
+    "tag": "",
+    "bf16": "[bf16_]",
+    "role": "[actor/]",
+    "item": "ITEM",
+    "shard": "-I-of-N",
+    "param": "NAME",
+    "trained": "NAME",
+}
+
+
+def form_in_page(form: str) -> str:
+    """A name of what is needed, as a page shows it."""
+    for word, shown in _IN_PAGE.items():
+        form = form.replace(f"{{{word}}}", shown)
+    assert "{" not in form
+    return f"`{form}`"
+
+
+def sections_of_trainers() -> str:
+    """What a step of each trainer consists of, as docs/trainers.md has it."""
+    return "\n\n".join(map(section_of, PROFILES))
+
+
+def section_of(profile: Profile) -> str:
+    said = [f"Source: {profile.source}."]
+    if profile.groups:
+        said.append(f"A step to resume from has entries named {listed([f'`{name}`' for name in profile.groups], 9)}.")
+    if profile.last_written:
+        said.append(f"Last in a step: `{profile.last_written}`.")
+    if profile.best:
+        said.append(f"The best step: `{'.'.join(profile.best.keys)}` in `{profile.best.file}`.")
+    if profile.counter:
+        said.append(f"Numbers begin anew when a job goes on (`{profile.counter}`).")
+    rows = [row_of(needed) for needed in profile.needed]
+    rows += [of_extra(extra) for extra in profile.extras]
+    table = ["| file | holds | needed | on another number of ranks |", "|---|---|---|---|", *rows] if rows else []
+    return "\n".join([f"### {profile.name}", "", " ".join(said), *([""] if table else []), *table])
+
+
+def of_extra(extra: Extra) -> str:
+    pattern = extra.pattern.replace("|", "\\|")
+    return f"| `{pattern}` | {extra.holds} | {'as beside' if extra.regular else '–'} | {extra.follows.value} |"
+
+
+def row_of(needed: Needed) -> str:
+    ways = list(dict.fromkeys(needed.follows(form).value for form in needed.names)) or ["–"]
+    when = "to resume" if needed.resumes else "always"
+    when += f", beside `{needed.given}`" if needed.given else ""
+    when += f", unless `{needed.unless}` is an entry" if needed.unless else ""
+    forms = " or ".join(map(form_in_page, needed.names)) or "(never there)"
+    return f"| {forms} | {needed.holds} | {when} | {' or '.join(ways)} |"
 
 
 def test_what_trainers_need_is_what_their_profiles_say(pytestconfig):
-    is_in_page("verify.md", "trainers", table_of_trainers(), pytestconfig)
+    is_in_page("trainers.md", "trainers", sections_of_trainers(), pytestconfig)
+    names = listed([profile.name for profile in PROFILES], len(PROFILES))
+    is_in_page("verify.md", "trainers", f"{names}.", pytestconfig)
 
 
 def is_in_page(page: str, name: str, table: str, pytestconfig: pytest.Config) -> None:

@@ -28,6 +28,59 @@ def test_find_steps(run_of):
     assert [(step.number, step.name) for step in dcptool.find_steps(folder)] == [(9, "step_9"), (10, "step_10")]
 
 
+class TestStepsByPattern:
+    """Folders whose names differ in one number, each with a checkpoint, are steps; that this was taken so is said."""
+
+    @pytest.fixture
+    def odd(self, tmp_path):
+        return steps(tmp_path / "exp", "weights-at-900", "weights-at-1000")
+
+    def test_every_command_takes_them_and_says_so(self, odd):
+        done = cli("latest", odd)
+        assert done.stdout == f"{odd / 'weights-at-1000'}\n"
+        said = "note: 2 folders named weights-at-N are taken as steps, by their names alone"
+        assert said in done.stderr
+        assert said in cli("verify", odd).stdout
+        assert said in cli("inspect", odd).stdout
+        assert [finding["kind"] for finding in json.loads(cli("verify", "--json", odd).stdout)["notes"]] == [
+            "steps-by-pattern"
+        ]
+        assert [step.number for step in dcptool.find_steps(odd)] == [900, 1000]
+
+    def test_a_save_that_died_is_passed_over_and_the_order_is_by_number(self, odd):
+        crash(odd / "weights-at-1000")
+        assert latest(odd, grace=0).path == str(odd / "weights-at-900")
+        whole(odd / "weights-at-2000")
+        (odd / "weights-at-3000").mkdir()
+        assert prune(odd) == ("weights-at-900",)
+
+    def test_a_pointer_with_a_number_names_one(self, odd):
+        (odd / "latest").write_text("900")
+        assert "the pointer latest names weights-at-900, older than" in cli("latest", odd).stderr
+
+    def test_they_are_no_steps_beside_known_ones(self, odd):
+        whole(odd / "step_5")
+        assert latest(odd).path == str(odd / "step_5")
+
+    def test_models_alone_are_no_steps_unless_they_are_named_so(self, tmp_path):
+        for name in ("llama.100", "llama.200"):
+            shutil.copytree(FOREIGN / "hf_consolidated", tmp_path / "models" / name)
+        assert latest(tmp_path / "models").path is None
+        for name in ("llama.100", "llama.200"):
+            (tmp_path / "models" / name).rename(tmp_path / "models" / name.replace("llama", "llama-step"))
+        assert latest(tmp_path / "models").path == str(tmp_path / "models" / "llama-step.200")
+
+
+def test_names_that_other_folders_have_too_are_steps_where_they_hold_checkpoints(tmp_path):
+    for name in ("release", "epoch_3"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        (tmp_path / "images" / name / "sample.png").touch()
+    steps(tmp_path / "images" / "checkpoints", "step_5")
+    assert latest(tmp_path / "images").path == str(tmp_path / "images" / "checkpoints" / "step_5")
+    steps(tmp_path / "tune", "epoch_9", "epoch_10", "release")
+    assert latest(tmp_path / "tune").path == str(tmp_path / "tune" / "epoch_10")
+
+
 class TestFoldersOfRuns:
     """Folders named by the number of a job hold runs; they are no steps."""
 

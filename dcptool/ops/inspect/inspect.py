@@ -43,6 +43,7 @@ class Summary(NamedTuple):
         others: paths of checkpoints beside the steps, or below a safetensors folder.
         errors: (path, message) of checkpoints of a folder that do not open.
         stats: statistics of the tensors of each checkpoint, if asked for; what they show is among its problems too.
+        notes: how the steps were found.
     """
 
     path: str
@@ -51,6 +52,7 @@ class Summary(NamedTuple):
     others: tuple[str, ...] = ()
     errors: tuple[tuple[str, str], ...] = ()
     stats: tuple[StatsReport, ...] = ()
+    notes: tuple[Finding, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -105,9 +107,10 @@ def summarize(
     if run:
         from dcptool.ops.verify.verify import verify  # what one checkpoint does without
 
-        steps = verify(path).verdicts
+        report = verify(path)
         others = (part for part in parts if not run.holds(part.name))
-        return Summary(run.path, (), steps, tuple(part_path(location, part) for part in others))
+        paths = tuple(part_path(location, part) for part in others)
+        return Summary(run.path, (), report.verdicts, paths, notes=report.notes)
     if not parts:
         raise not_a_checkpoint(location)
     wanted = itself or parts

@@ -9,7 +9,7 @@ from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checks.steps import Resume
 from dcptool.formats.marker import is_of_save
-from dcptool.frameworks.table import resuming_groups
+from dcptool.frameworks.table import is_regular, resuming_groups
 from dcptool.ops.verify.verdict import State, Verdict
 from dcptool.words import listed
 
@@ -105,7 +105,8 @@ def lacking_files(verdict: Verdict, n_others: int, common: Collection[str]) -> V
     lacks = sorted(set(common) - set(verdict.patterns))
     if not lacks or not verdict.whole or verdict.resumable is False:
         return verdict
-    told = n_others >= MIN_SIBLINGS and not verdict.resume.framework  # what that trainer needs is there
+    trainer = verdict.resume.framework
+    told = any(is_regular(name, trainer) for name in lacks) if trainer else n_others >= MIN_SIBLINGS
     message = f"{listed(lacks, 3)} {'is' if len(lacks) == 1 else 'are'} missing, which {_others(n_others)} "
     message += "has" if n_others == 1 else "have"
     step = "If it belongs to a step, the save died before it was done: resume from another one."

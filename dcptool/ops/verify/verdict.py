@@ -19,12 +19,13 @@ from dcptool.checkpoint.steps import step_number
 from dcptool.checks.check import CheckReport, Level, check
 from dcptool.checks.items import Tally
 from dcptool.checks.side_files import SideFiles, look_at, patterns_of
-from dcptool.checks.steps import Resume, resume_of
+from dcptool.checks.steps import Resume, is_known, not_read, resume_of
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, RunsCodeError, StorageError, UnsupportedError
 from dcptool.formats.detect import find_parts, not_a_checkpoint, open_part
 from dcptool.formats.marker import NAME, Marker, checksum_problems, marker_problems, read_marker
 from dcptool.formats.table import beside, is_metadata
 from dcptool.frameworks.profile import SavedStep
+from dcptool.frameworks.values import reader
 from dcptool.runs.activity import folders_of, last_written, list_files, sign_of_writing
 from dcptool.runs.directory import find_runs, is_run_of, listed
 from dcptool.storage import DirEntry, Location, Progress, base_name, join, locate
@@ -195,16 +196,19 @@ def judge(
     names = [""] if location.file is not None else [part.name for part in find_parts(location, below_whole=True)]
     marker, problems = _markers(location, files, names, options)
     valid = marker is not None and not problems
-    found = _check_parts(location, names, listing, options, progress, opened)
+    saved = SavedStep(base_name(location.path), files, {}, reader(location.storage, files))
+    by_files = location.file is None and not names and is_known(saved)
+    found = _Found() if by_files else _check_parts(location, names, listing, options, progress, opened)
     problems += found.findings
-    saved = SavedStep(base_name(location.path), files, found.opened)
+    saved = saved._replace(parts=found.opened)
     side_files = SideFiles()
     resume = Resume()
-    if found.opened and location.file is None:
+    if by_files or (found.opened and location.file is None):
         side_files = _look_beside(location, saved, options)
         made_here = valid and marker and marker.writer in MADE_HERE
         resume, missing = resume_of(saved, side_files.names, as_it_is=bool(made_here))
         problems += [*side_files.findings, *missing]
+        problems += not_read(saved, side_files, options.level) if by_files else []
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
         problems = [problem for problem in problems if problem.kind != "mixed-times"]

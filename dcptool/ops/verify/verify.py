@@ -24,7 +24,7 @@ class VerifyReport(NamedTuple):
         path: as given; of a run directory the folder that holds the steps.
         is_run: whether it is a run directory.
         verdicts: of the checkpoint, or of each step, the one saved first first.
-        notes: what is odd about the run as a whole.
+        notes: what is odd about the run as a whole, and how its steps were found where names do not tell.
         later: complete steps that were written after the newest complete one by what times say, the last one first.
     """
 
@@ -80,8 +80,10 @@ def verify(
         verdicts = (judge(path, options, progress),)
     if load:
         verdicts = tuple(loaded(verdict, trust, progress) for verdict in verdicts)
-    later = _saved_later(run, saves, verdicts, options) if run else ((), ())
-    return VerifyReport(run.path if run else location.path, run is not None, verdicts, *later)
+    if run is None:
+        return VerifyReport(location.path, False, verdicts)
+    odd, later = _saved_later(run, saves, verdicts, options)
+    return VerifyReport(run.path, True, verdicts, (*odd, *run.notes), later)
 
 
 def _saved_later(
@@ -101,6 +103,8 @@ def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> V
     from dcptool.ops.verify.torch_load import load_with_torch
 
     findings: list[Finding] = []
+    if verdict.whole and not verdict.parts:
+        findings.append(Finding.of("not-loaded", "not loaded: dcptool reads no tensor of it"))
     location = locate(verdict.path)
     for part in verdict.parts:
         checkpoint = open_part(location, part.name)
@@ -129,7 +133,7 @@ def judge_step(run: Run, name: str, options: VerifyOptions, progress: Progress |
     if options.also and halves:
         path, options = halves[0], options._replace(also=tuple(halves[1:]))
     try:
-        return judge(path, options, progress)
+        return judge(path, options, progress)._replace(step=run.number(name))
     except CheckpointNotFoundError:
         return None
     except StorageError as error:
