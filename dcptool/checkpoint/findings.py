@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint.kinds import KINDS, Effect, Kind, Severity
-from dcptool.words import listed
+from dcptool.words import are, listed
 
 MAX_NAMED = 3
+HOW_TO_LOAD = "dcp.load or torch.load reads it, in a job that imports what it is of."
+_ONE_RANKS = (
+    "It is one rank's slice of a tensor: save whole ones, or with dcp.save, which writes the slices of all ranks."
+)
 DO_NOT_LOAD = "Do not load it with torch; nothing of it was imported or executed here."
 
 
@@ -75,6 +79,21 @@ def unsafe_pickle(names: Sequence[str], what: str, *where: Any) -> list[Finding]
         return []
     message = f"{what} runs code when it is loaded: it calls or names {listed(names, MAX_NAMED)[:300]}"
     return [Finding.of("unsafe-pickle", message, *where, next_step=DO_NOT_LOAD)]
+
+
+def foreign_tensors(found: Mapping[str, str], file: str | None = None) -> list[Finding]:
+    """Return the note that some tensors are of a form or class that is not looked into, none if there are none.
+
+    Args:
+        found: fqn → what it is.
+        file: that holds them, if it is one.
+    """
+    if not found:
+        return []
+    fqn, what = next(iter(found.items()))
+    message = f"{are(len(found), 'tensor')} not looked into, such as {fqn!r}, {what}: not proven"
+    step = _ONE_RANKS if what.endswith(("DTensor", "ShardedTensor")) else HOW_TO_LOAD
+    return [Finding.of("unsupported-item", message, file, fqn, next_step=step, severity=Severity.NOTE)]
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

@@ -67,9 +67,8 @@ def require_supported(tensors: Sequence[SelectedTensor]) -> None:
     if wrong:
         named = listed([f"{tensor.name!r} ({tensor.dtype})" for tensor in wrong], 3)
         hint = " ".join(f"--exclude {tensor.entry.fqn!r}" for tensor in wrong[:3])
-        raise UnsupportedError(
-            f"safetensors cannot hold {named}", next_step=f"Leave them out ({hint}), or use --to torch."
-        )
+        other = ", or use --to torch" if all(dtypes.lookup(tensor.dtype).numpy for tensor in wrong) else ""
+        raise UnsupportedError(f"safetensors cannot hold {named}", next_step=f"Leave them out ({hint}){other}.")
 
 
 def one_file(name: str, tensors: Sequence[SelectedTensor]) -> OutputFile:

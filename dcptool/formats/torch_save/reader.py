@@ -16,7 +16,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.chunks import ChunkTable
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Payload, Record
-from dcptool.checkpoint.findings import Finding, unsafe_pickle
+from dcptool.checkpoint.findings import Finding, foreign_tensors, unsafe_pickle
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import is_contiguous, volume
 from dcptool.errors import DcptoolError, ItemError, MetadataError, UnsupportedError
@@ -27,7 +27,7 @@ from dcptool.pickles import inert, plain
 from dcptool.pickles.calls import Calls
 from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Global, Node, qualified_name
-from dcptool.pickles.tensors import TensorView, tensor_view
+from dcptool.pickles.tensors import TensorView, foreign_tensor, is_tensor, tensor_view
 from dcptool.storage import Storage, join
 from dcptool.words import are
 
@@ -54,7 +54,8 @@ class TorchSaveSource:
     def examine(self, entry: Entry, chunk: Chunk | None, item: Extent) -> Examined:
         is_tensor = chunk is not None and entry.fqn in self.views
         payload = torch_items.payload_of(self.views[entry.fqn], self._archive, item) if is_tensor else None
-        return Examined(payload, self._records)
+        foreign = entry.foreign if isinstance(entry, ObjectEntry) else ""
+        return Examined(payload, self._records, foreign=foreign)
 
     def edge_problem(self, item: Extent) -> str:
         return ""  # all headers were read when it was opened
@@ -76,6 +77,8 @@ class TorchSaveSource:
         return self._archive.records(self._item)
 
     def value(self, entry: ObjectEntry) -> Any:
+        if entry.foreign:
+            return plain.Opaque(entry.foreign.removeprefix("a "))
         return torch_items.decoded(self.values[entry.fqn], self._archive)
 
     def read_into(self, record: Record, byte_offset: int, out: memoryview) -> None:
@@ -129,7 +132,8 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
             problems.append(Finding.of("duplicate-name", message, name, fqn, severity=Severity.WARNING))
         entries[fqn] = _entry(fqn, entry_path, value, source, table, item, problems)
     problems += unsafe_pickle(calls.unsafe, name, name)
-    problems += _storage_notes(source.views, name)
+    kinds = {fqn: entry.foreign for fqn, entry in entries.items() if isinstance(entry, ObjectEntry) and entry.foreign}
+    problems += [*foreign_tensors(kinds, name), *_storage_notes(source.views, name)]
     evidence = ("a torch.save zip",)
     return Checkpoint(
         storage.root, name, TORCH_SAVE, "torch.save", evidence, entries, {name: nbytes}, table, storage, source,
@@ -162,7 +166,7 @@ def _entry(
         problems.append(Finding.of("bad-tensor", f"{fqn!r}: {error}; shown as object", item.file, fqn))
     if view is None:
         source.values[fqn] = value
-        return ObjectEntry(fqn, path, item)
+        return ObjectEntry(fqn, path, item, foreign_tensor(value))
     source.views[fqn] = view
     mark = table.mark()
     table.add((0,) * len(view.shape), view.shape, item)
@@ -277,14 +281,7 @@ def _is_entered(value: list[Any], known: dict[int, bool], depth: int = 0) -> boo
     known[id(value)] = any(
         _mapping(part) is not None
         or (isinstance(part, list) and _is_entered(part, known, depth + 1))
-        or (isinstance(part, Node) and _is_tensor(part))
+        or (isinstance(part, Node) and (is_tensor(part) or bool(foreign_tensor(part))))
         for part in value
     )
     return known[id(value)]
-
-
-def _is_tensor(node: Node) -> bool:
-    try:
-        return tensor_view(node) is not None
-    except DcptoolError:
-        return True

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dcptool.checkpoint.findings import Finding, errors, worst_first
+from dcptool.checkpoint.findings import Finding, errors, state_of, worst_first
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.formats.detect import open_part
 from dcptool.ops.verify.siblings import compare_steps
@@ -94,7 +94,7 @@ def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> V
         message = f"torch {report.torch_version} loaded {report.n_tensors:,} tensors and {report.n_objects:,} objects"
         findings.append(Finding.of("loaded", message + skipped, part.name or None))
     bad = errors(findings)
-    state = State.DAMAGED if bad and verdict.whole else verdict.state
+    state = State(state_of(bad)) if bad and verdict.whole else verdict.state
     rest = [finding for finding in findings if not finding.is_error]
     return verdict._replace(state=state, findings=tuple(worst_first([*bad, *verdict.findings, *rest])))
 
