@@ -65,6 +65,10 @@ def short_items(checkpoint: Checkpoint) -> list[Finding]:
             foreign[entry.fqn] = what
         elif short:
             problems.append(_short_item(entry, short[0], len(short)))
+    for found in checkpoint.objects.values():
+        if found.item and not found.item.nbytes:
+            message = f"{found.fqn!r}: its item in {found.item.file} has no bytes, too few for any object"
+            problems.append(Finding.of("short-item", message, *whereabouts(found.item, found.fqn, None)))
     return [*problems, *foreign_tensors(foreign)]
 
 
