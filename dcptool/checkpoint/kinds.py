@@ -151,6 +151,7 @@ KINDS = {
     "duplicate-name": _error("several entries have one name; in `.pt` files a warning: their keys are equal as text"),
     "shared-storage": _note("several tensors are views of one storage"),
     "partial-storage": _note("tensors are views of a part of their storage"),
+    "padded-file": _note("bytes follow the end of a `.pt` file's zip; a warning where they are no zeros"),
     "strided-tensors": _note("tensors are not row-major in their storage"),
     # Of inspect: what names, layouts and values tell before somebody resumes or converts.
     "unreadable-objects": _error("objects of a file cannot be read; a note where their form is unsupported"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from dcptool.pickles.tensors import MAX_NDIM
 MAX_HEADER_NBYTES = 100_000_000
 """The limit of the safetensors library."""
 LFS_START = b"version https://git-lfs"
+_FIELDS = ("__metadata__", "dtype", "shape", "data_offsets")
 _DEEP = re.compile(rb"[\[{]\s*(?:[\[{]\s*){8}")
 
 
@@ -70,11 +72,11 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     if raw[:1] != b"{" or _DEEP.search(raw):
         raise MetadataError("the safetensors header is not the flat JSON object it should be")
     try:
-        fields = json.loads(raw)
+        fields = json.loads(raw.decode(), object_pairs_hook=_object)
+        "".join(fields).encode()  # half of a surrogate pair, which JSON can write and UTF-8 cannot
+        metadata = _free_form(fields.pop("__metadata__", None))
     except (ValueError, RecursionError) as error:
         raise MetadataError(f"the safetensors header is damaged: {error}") from None
-    metadata = fields.pop("__metadata__", None)
-    metadata = metadata if isinstance(metadata, dict) else {}
     data_nbytes = nbytes - 8 - length
     try:
         found = {name: _tensor(name, field, data_nbytes) for name, field in fields.items()}
@@ -91,6 +93,27 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     if end != data_nbytes:
         raise MetadataError(f"the safetensors header describes {end} bytes of data, there are {data_nbytes}")
     return Header(tensors, _saved_offsets(metadata, tensors), metadata, 8 + length)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dict; the library takes no field that it knows twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next((name for name in _FIELDS if counts[name] > 1), None)
+        if twice:
+            raise ValueError(f"{twice!r} is given twice")
+    return found
+
+
+def _free_form(value: Any) -> dict[str, str]:
+    """Return what `__metadata__` holds, which the library takes only if all of it is text."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError("__metadata__ may hold nothing but text, and the safetensors library reads nothing else")
+    "".join((*value, *value.values())).encode()
+    return value
 
 
 def _tensor(name: str, field: Mapping[str, Any], data_nbytes: int) -> StoredTensor:

@@ -69,6 +69,7 @@ def examine(archive: TorchZip, item: Extent, is_tensor: bool) -> Examined:
     Raises:
         ItemError: they do not, or it holds something else.
     """
+    archive.require_version()
     pickled = archive.content("data.pkl")
     if is_tensor:
         view, unsafe, foreign = _view(pickled)

@@ -106,9 +106,10 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
         )
     item = Extent(name, 0, nbytes)
     try:
-        archive = TorchZip(lambda at, n: storage.read(name, at, n), nbytes)
+        archive = TorchZip(lambda at, n: storage.read(name, at, n), nbytes, padded=True)
         if "constants.pkl" in archive.members:
             raise UnsupportedError("it is a TorchScript archive, not a state dict; torch.jit.load reads it")
+        archive.require_version()
         pickled, calls = archive.content("data.pkl"), Calls()
         root = inert.load(pickled, calls=calls)
     except (ItemError, MetadataError) as error:
@@ -132,6 +133,7 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
             problems.append(Finding.of("duplicate-name", message, name, fqn, severity=Severity.WARNING))
         entries[fqn] = _entry(fqn, entry_path, value, source, table, item, problems)
     problems += unsafe_pickle(calls.unsafe, name, name)
+    problems += _following(storage, archive, name)
     kinds = {fqn: entry.foreign for fqn, entry in entries.items() if isinstance(entry, ObjectEntry) and entry.foreign}
     problems += [*foreign_tensors(kinds, name), *_storage_notes(source.views, name)]
     evidence = ("a torch.save zip",)
@@ -139,6 +141,17 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
         storage.root, name, TORCH_SAVE, "torch.save", evidence, entries, {name: nbytes}, table, storage, source,
         tuple(problems),
     )  # fmt: skip
+
+
+def _following(storage: Storage, archive: TorchZip, file: str) -> list[Finding]:
+    """Note bytes behind the end of a file's zip, which torch reads past."""
+    if not archive.n_following:
+        return []
+    rest = storage.read(file, archive.nbytes - archive.n_following, archive.n_following)
+    what = "bytes" if any(rest) else "zeros"
+    message = f"{archive.n_following:,} {what} follow the end of its zip, which torch.load reads past"
+    step = "Padding of a storage or a copy; what reads zips strictly may refuse it."
+    return [Finding.of("padded-file", message, file, next_step=step, severity=Severity.WARNING if any(rest) else None)]
 
 
 def _numbered(fqn: str, taken: Container[str], again: dict[str, int]) -> str:
