@@ -98,7 +98,7 @@ KINDS = {
     "unsupported": _error("it is recognised, but nothing dcptool reads", Effect.UNREAD, may_be_whole=True),
     # Whole as far as can be told, but look.
     "nothing-saved": _warning("it holds no tensor and no object"),
-    "last-shards-unknown": _note("whether files of further shards are missing cannot be told"),
+    "last-shards-unknown": _note("whether files of further shards are missing, or had nothing in them, cannot be told"),
     # Markers.
     "no-marker": _error("a marker should be there and is not", Effect.UNMARKED),
     "bad-marker": _error("the marker cannot be read", Effect.UNMARKED),
@@ -146,6 +146,7 @@ KINDS = {
     # safetensors and `.pt` files.
     "bad-file": _error("the header of one file of several cannot be read"),
     "missing-tensor": _error("the index places a tensor in a file that does not have it"),
+    "unlisted-file": _warning("a file of tensors is there that the index does not name"),
     "unlisted-tensor": _warning("a tensor is not in the index"),
     "parts-disagree": _error("files hold parts of one tensor with different dtypes or ndim"),
     "duplicate-name": _error("several entries have one name; in `.pt` files a warning: their keys are equal as text"),
