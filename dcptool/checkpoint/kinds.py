@@ -141,6 +141,7 @@ KINDS = {
     "family-gap": _warning("an entry that each rank has of its own is missing for some rank"),
     "shard-gap": _error("an object of several shards lacks one"),
     # What else a listing shows.
+    "in-copies": _note("data files are in `copy-0/` or its like, where their writer keeps copies"),
     "leftover-files": _note("data files the metadata does not name"),
     "mixed-times": _note("files were written at two times, as by two saves"),
     # safetensors and `.pt` files.

@@ -107,6 +107,12 @@ def _check_is_local_dcp(checkpoint: Checkpoint) -> None:
     if not checkpoint.format.loads_in_torch:
         reader = checkpoint.format.loader
         raise UnsupportedError(f"{checkpoint.path} is no DCP directory, which dcp.load is for; {reader} loads it")
+    copies = next((problem for problem in checkpoint.problems if problem.kind == "in-copies"), None)
+    if copies:
+        raise UnsupportedError(
+            f"{checkpoint.path}: {copies.message}, where torch's FileSystemReader does not look",
+            next_step="Its writer's own reader does; `dcptool convert --to dcp` writes it without copies.",
+        )
     if not isinstance(checkpoint.storage, LocalStorage):
         raise UnsupportedError(f"{checkpoint.path}: torch's FileSystemReader reads local folders; copy it to one first")
     for name in checkpoint.usage:
