@@ -182,7 +182,9 @@ KINDS = {
     "torch-cannot-read-metadata": _error("torch cannot read the metadata"),
     "unsafe-metadata": _error("torch was not asked: it would execute what the metadata names"),
     "loaded": _note("what torch loaded"),
-    "not-loaded": _note("dcp.load does not read this format"),
+    "not-loaded": _error(
+        "torch would have to run code, or lacks a package, to load it", Effect.UNREAD, may_be_whole=True
+    ),
     # Of diff.
     "found-below": _note("the checkpoint is below the folder that was named"),
     "unused-prefix": _note("a prefix that was to be taken off is in no name"),

@@ -262,7 +262,7 @@ def test_a_rank_that_had_nothing_to_write_is_not_missed(tmp_path):
             assert (verdict.state, verdict.reason) == (State.COMPLETE, "")
         assert run("convert", "--to", "safetensors", path, tmp_path / f"{path.name}.safetensors").returncode == 0
     (note,) = [found.message for found in dcptool.open(folder).problems]
-    assert note.startswith("there is no file of shards 3, 4, 5, 6 of at least 7: ")
+    assert note.startswith("there is no file of shards 3, 4, 5, 6 of at least 7, and ")
     (folder / "shard-00002-model-00001-of-00001.safetensors").unlink()
     (missing,) = [found for found in dcptool.open(folder).problems if found.kind == "missing-file"]
     assert "the files of shards 2, 3, 4, 5, 6 of at least 7 are missing" in missing.message

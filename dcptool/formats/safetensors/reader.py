@@ -152,8 +152,10 @@ def _absent_shards(headers: Mapping[str, Header], entries: Mapping[str, Entry]) 
     if any(isinstance(entry, TensorEntry) and _has_hole(entry) for entry in entries.values()):
         message = f"the files of {which} are missing"
         return [Finding.of("missing-file", message, next_step="Gather the files of all ranks.")]
-    message = f"there is no file of {which}: those ranks had nothing to write, or nothing but whole tensors"
-    return [Finding.of("last-shards-unknown", message, next_step="No part of a tensor that is there is missing.")]
+    message = (
+        f"there is no file of {which}, and no part of a tensor is missing: those ranks wrote nothing, or whole ones"
+    )
+    return [Finding.of("last-shards-unknown", message)]
 
 
 def _has_hole(entry: TensorEntry) -> bool:

@@ -88,7 +88,7 @@ def load_with_torch(
         StorageError: something else than a regular file is in place of a data file.
     """
     _check_is_local_dcp(checkpoint)
-    version = _torch_version(trust)
+    version = torch_version(trust)
     n_skipped = 0 if trust else len(checkpoint.objects)
     if refusal := _refusal(checkpoint, trust):
         return LoadReport(version, 0, 0, n_skipped, 0, (refusal,))
@@ -120,7 +120,7 @@ def _check_is_local_dcp(checkpoint: Checkpoint) -> None:
             raise StorageError(f"{join(checkpoint.root, name)} is not a regular file; torch might wait for it forever")
 
 
-def _torch_version(trust: bool) -> str:
+def torch_version(trust: bool) -> str:
     """Return the version of the installed torch, which is imported here first."""
     try:
         with quiet():

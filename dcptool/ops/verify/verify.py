@@ -79,16 +79,15 @@ def verify(
 
 def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> Verdict:
     """Load every part of a checkpoint with the installed torch, and return the verdict with what came of it."""
+    from dcptool.ops.verify.file_load import load_files
     from dcptool.ops.verify.torch_load import load_with_torch
 
     findings: list[Finding] = []
     location = locate(verdict.path)
     for part in verdict.parts:
         checkpoint = open_part(location, part.name)
-        if not checkpoint.format.loads_in_torch:
-            findings.append(Finding.of("not-loaded", "not loaded: dcp.load reads DCP only", part.name or None))
-            continue
-        report = load_with_torch(checkpoint, trust=trust, progress=progress)
+        load = load_with_torch if checkpoint.format.loads_in_torch else load_files
+        report = load(checkpoint, trust=trust, progress=progress)
         findings += report.findings
         skipped = f", {report.n_skipped_objects:,} objects not tried (--trust)" if report.n_skipped_objects else ""
         message = f"torch {report.torch_version} loaded {report.n_tensors:,} tensors and {report.n_objects:,} objects"
