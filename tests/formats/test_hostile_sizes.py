@@ -182,3 +182,24 @@ def test_metadata_of_such_places_is_pickled_as_torch_pickles_it(whole, tmp_path)
     edit_metadata(tmp_path / "s", EDITS["both 2^62 of m.w"])
     metadata = pickle.loads((tmp_path / "s" / ".metadata").read_bytes())
     assert any(info.offset + info.length == 1 << 63 for info in metadata.storage_data.values())
+
+
+@pytest.mark.parametrize("name", ["MetadataIndex", "_StorageInfo", "ChunkStorageMetadata", "Metadata"])
+def test_records_that_are_made_by_a_call_are_none(name, whole, tmp_path):
+    """torch's classes take arguments: a record whose opcode calls its class without any is one torch cannot make."""
+    import pickletools
+
+    data = bytearray((whole / ".metadata").read_bytes())
+    last, made = "", []
+    for opcode, argument, position in pickletools.genops(bytes(data)):
+        if opcode.name == "SHORT_BINUNICODE":
+            last = argument
+        if opcode.name == "NEWOBJ" and last == name:
+            made.append(position)
+    data[made[0]] = ord("R")
+    shutil.copytree(whole, tmp_path / "s")
+    (tmp_path / "s" / ".metadata").write_bytes(data)
+    with pytest.raises(TypeError):
+        pickle.loads(bytes(data))
+    (verdict,) = dcptool.verify(tmp_path / "s").verdicts
+    assert verdict.state is not State.COMPLETE

@@ -171,7 +171,12 @@ def _size(*args: Any) -> Ints:
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:
     """Return the attributes of the stand-in for an instance of torch's class `kind`, or of a foreign class like it."""
-    state = record.state if isinstance(record, Node) and _may_be(qualified_name(record), kind) else None
+    if not isinstance(record, Node):
+        return {}
+    name = qualified_name(record)
+    if record.called and _GLOBALS.fullmatch(name):  # whose classes take arguments, and torch gives them none
+        return {}
+    state = record.state if _may_be(name, kind) else None
     if isinstance(state, tuple) and len(state) == 2 and all(part is None or isinstance(part, dict) for part in state):
         state = {**(state[0] or {}), **(state[1] or {})}  # the form of a class with __slots__
     return state if isinstance(state, dict) and set(map(type, state)) == {str} else {}

@@ -167,18 +167,23 @@ class TorchZip:
         return tuple(Record(item, start, member.nbytes, member.name, member.crc32) for start, member in found)
 
     def require_version(self) -> None:
-        """Refuse an archive whose version torch does not read.
+        """Refuse an archive that torch does not read for what it says of itself.
 
         Raises:
-            ItemError: it is no number, or one that torch does not know.
+            ItemError: its version is no number, or one that torch does not know, or its alignment is no number.
         """
+        if ".storage_alignment" in self.members and not self.content(".storage_alignment", 64).strip().isdigit():
+            raise ItemError("its zip gives no number as .storage_alignment")
         text = self.content("version", 64).strip()
         if not text.isdigit() or int(text) not in VERSIONS:
             raise ItemError(f"its zip is of version {text!r}; torch reads {VERSIONS[0]} to {VERSIONS[-1]}")
 
     def require_little_endian(self) -> None:
         """Refuse payloads written on a big-endian machine."""
-        if "byteorder" in self.members and self.content("byteorder", 16) != b"little":
+        order = self.content("byteorder", 16) if "byteorder" in self.members else b"little"
+        if order not in (b"little", b"big"):
+            raise ItemError(f"its zip gives {order!r} as byteorder")
+        if order == b"big":
             raise UnsupportedError("its payload is not little-endian; load and save it with torch once")
 
     def _directory(self) -> dict[str, Member]:
@@ -283,9 +288,11 @@ class TorchZip:
         """Return what the end of a zip64 says, which must agree with the plain end as far as that can say it."""
         _, disk, position, disks = _LOCATOR64.unpack(locator)
         end = self.read(position, _END64.size)
-        signature, _, _, _, this_disk, first_disk, on_disk, count, nbytes, offset = _END64.unpack(end)
+        signature, length, _, _, this_disk, first_disk, on_disk, count, nbytes, offset = _END64.unpack(end)
         if signature != b"PK\x06\x06":
             raise ItemError("its zip should be zip64, but has no zip64 end")
+        if length < _END64.size - 12:  # its signature and this length are not counted
+            raise ItemError(_DAMAGED_END)
         wide = (count, offset, nbytes)
         limits = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
         same = all(short in (full, limit) for short, full, limit in zip(found, wide, limits, strict=True))
