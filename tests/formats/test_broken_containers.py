@@ -269,6 +269,10 @@ HEADERS = {
     },
     "metadata twice": headed(TEXT[:-1] + ', "__metadata__": {}, "__metadata__": {"a": "b"}}'),
     "a tensor twice": headed(TEXT[:-1] + f', "w": {json.dumps(W)}}}'),
+    "a tensor twice, once wrong": headed('{"w": {"shape": [2, 3], "data_offsets": [0, 24]}, ' + TEXT[1:]),
+    "a tensor twice, once elsewhere": headed(
+        f'{{"w": {json.dumps({**W, "shape": [1], "data_offsets": [4, 8]})}, ' + TEXT[1:]
+    ),
     "a field twice": headed(TEXT.replace('"shape": [2, 3]', '"shape": [9], "shape": [2, 3]')),
     "another field": changed(more=1),
     "no dtype": headed({"w": {"shape": [2, 3], "data_offsets": [0, 24]}, "b": B}),

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
@@ -79,6 +78,8 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
         raise MetadataError(f"the safetensors header is damaged: {error}") from None
     data_nbytes = nbytes - 8 - length
     try:
+        for name, field in fields.hidden:  # the library looks at all of them
+            _tensor(name, field, data_nbytes)
         found = {name: _tensor(name, field, data_nbytes) for name, field in fields.items()}
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, MetadataError):
@@ -95,12 +96,19 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     return Header(tensors, _saved_offsets(metadata, tensors), metadata, 8 + length)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+class _Object(dict[str, Any]):
+    """A JSON object; `hidden` has those pairs whose name comes again, of which the last counts."""
+
+    hidden: Sequence[tuple[str, Any]] = ()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> _Object:
     """Return a JSON object as a dict; the library takes no field that it knows twice."""
-    found = dict(pairs)
+    found = _Object(pairs)
     if len(found) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        twice = next((name for name in _FIELDS if counts[name] > 1), None)
+        last = {name: index for index, (name, _) in enumerate(pairs)}
+        found.hidden = [pair for index, pair in enumerate(pairs) if last[pair[0]] != index]
+        twice = next((name for name, _ in found.hidden if name in _FIELDS), None)
         if twice:
             raise ValueError(f"{twice!r} is given twice")
     return found
