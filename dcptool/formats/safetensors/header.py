@@ -121,7 +121,7 @@ def _free_form(value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise ValueError("__metadata__ may hold nothing but text, and the safetensors library reads nothing else")
     "".join((*value, *value.values())).encode()
-    return value
+    return dict(value)
 
 
 def _tensor(name: str, field: Mapping[str, Any], data_nbytes: int) -> StoredTensor:
