@@ -49,17 +49,25 @@ def foreign_parts() -> list[Part]:
         about = json.loads(file.read_text())
         for folder, expected in about["parts"].items():
             name = about["name"] if folder == "." else f"{about['name']}/{folder}"
-            parts.append(Part(name, FOREIGN / about["name"] / folder, expected, about, folder in about["damaged"]))
+            damaged = folder in about.get("damaged", ())
+            parts.append(Part(name, FOREIGN / about["name"] / folder, expected, about, damaged))
     return parts
 
 
-PARTS = foreign_parts()
+def foreign_tensors(part: Part) -> set[str]:
+    """Names of its tensors that are of a form or class with tensors inside, which dcptool does not look into."""
+    return {fqn for fqn, entry in part.expected.items() if "inner" in entry}
+
+
+_ALL = foreign_parts()
+NOT_LOOKED_INTO = [part for part in _ALL if foreign_tensors(part)]
+PARTS = [part for part in _ALL if not foreign_tensors(part)]
 WHOLE = [part for part in PARTS if not part.damaged]
 
 
 def part(name: str) -> Part:
     """The part of that name."""
-    return next(found for found in PARTS if found.name == name)
+    return next(found for found in _ALL if found.name == name)
 
 
 class Done(NamedTuple):

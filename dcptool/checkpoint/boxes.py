@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.chunks import Chunks
 from dcptool.checkpoint.entries import Source, TensorEntry, require_box
 from dcptool.checkpoint.extents import Chunk, Ints, Payload, Record
 from dcptool.checkpoint.fill import RecordCheck, Update, fill
-from dcptool.checkpoint.regions import Box, intersect
-from dcptool.errors import DcptoolError, LayoutError
+from dcptool.checkpoint.regions import Box, intersect, volume
+from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
 
 if TYPE_CHECKING:
     import numpy as np
 
 NO_PLACE = "the metadata has no place for it"
 _PIECE_NBYTES = 1 << 20
+MAX_REPEATED_NBYTES = 1 << 30
+MAX_TIMES = 1000
+"""A tensor of more bytes that are a thousand times those stored is an expanded one, and not read element by element."""
 
 
 class ChunkIndex:
@@ -89,12 +93,28 @@ def payload_of(source: Source, entry: TensorEntry, chunk: Chunk) -> Payload:
     Raises:
         LayoutError: the metadata names no place for it.
         ItemError: dtype or shape stored there differ, or it cannot be understood.
+        UnsupportedError: it is no plain tensor, or its values are a few that are repeated without end.
     """
     if chunk.item is None:
         raise LayoutError(NO_PLACE)
     payload = source.payload(entry, chunk, chunk.item)
     require_box(payload, entry, chunk)
+    _require_stored(payload)
     return payload
+
+
+def _require_stored(payload: Payload) -> None:
+    """Refuse a view that repeats its few elements without end: reading it would take as long as writing them out.
+
+    Raises:
+        UnsupportedError: it stands for far more bytes than are stored.
+    """
+    nbytes = volume(payload.shape) * dtypes.lookup(payload.dtype).itemsize
+    if nbytes > MAX_REPEATED_NBYTES and nbytes > MAX_TIMES * payload.record.nbytes:
+        stored = payload.record.nbytes
+        raise UnsupportedError(
+            f"its {nbytes:,} bytes are {stored:,} stored ones, repeated; torch.load reads it as that"
+        )
 
 
 def fill_box(

@@ -97,9 +97,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
     form = lookup(name).numpy
     if form is None:
-        raise UnsupportedError(
-            f"dtype {name} cannot be read into an array", next_step="torch cannot load it from DCP either"
-        )
+        quantised = name.startswith(("qint", "quint"))
+        step = "dcp.load into a quantised tensor reads it" if quantised else "torch cannot load it from DCP either"
+        raise UnsupportedError(f"dtype {name} cannot be read into an array", next_step=step)
     if form == "complex32":
         return np.dtype([("real", "<f2"), ("imag", "<f2")])
     if form.startswith(("bfloat", "float8")):

@@ -40,11 +40,18 @@ class TensorEntry(NamedTuple):
 
 
 class ObjectEntry(NamedTuple):
-    """One entry of a checkpoint that is no tensor: fqn, nested path, and the item that holds its pickle."""
+    """One entry of a checkpoint that is no tensor, or none whose values are found here.
+
+    Attributes:
+        fqn, path: as of a tensor.
+        item: what holds its pickle.
+        foreign: what it is, if it is a tensor of a form or class that is not looked into.
+    """
 
     fqn: str
     path: tuple[str | int, ...] | None
     item: Extent | None
+    foreign: str = ""
 
 
 Entry = TensorEntry | ObjectEntry

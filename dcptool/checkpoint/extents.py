@@ -92,11 +92,13 @@ class Examined(NamedTuple):
         payload: of a chunk; None for an object.
         records: all runs of bytes in the item, also those that are no payload.
         unsafe: what its pickle would run, by name; see `pickles.calls`.
+        foreign: what it is, if that is a tensor of a form or class that is not looked into; then there is no payload.
     """
 
     payload: Payload | None
     records: tuple[Record, ...]
     unsafe: tuple[str, ...] = ()
+    foreign: str = ""
 
 
 class Chunk(NamedTuple):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint.kinds import KINDS, Effect, Kind, Severity
 from dcptool.errors import StorageError
-from dcptool.words import listed
+from dcptool.words import are, listed
 
 MAX_NAMED = 3
 LOOK_AGAIN = "It may be whole: look again when it can be read."
+HOW_TO_LOAD = "dcp.load or torch.load reads it, in a job that imports what it is of."
+_ONE_RANKS = (
+    "It is one rank's slice of a tensor: save whole ones, or with dcp.save, which writes the slices of all ranks."
+)
 DO_NOT_LOAD = "Do not load it with torch; nothing of it was imported or executed here."
 
 
@@ -82,6 +86,21 @@ def unsafe_pickle(names: Sequence[str], what: str, *where: Any) -> list[Finding]
 def cannot_be_read(error: StorageError, *where: Any, message: str = "") -> Finding:
     """Return the finding that the storage would not give something out; `where` and `message` as of a `Finding`."""
     return Finding.of("unreadable", message or error.message, *where, next_step=error.next_step or LOOK_AGAIN)
+
+
+def foreign_tensors(found: Mapping[str, str], file: str | None = None) -> list[Finding]:
+    """Return the note that some tensors are of a form or class that is not looked into, none if there are none.
+
+    Args:
+        found: fqn → what it is.
+        file: that holds them, if it is one.
+    """
+    if not found:
+        return []
+    fqn, what = next(iter(found.items()))
+    message = f"{are(len(found), 'tensor')} not looked into, such as {fqn!r}, {what}: not proven"
+    step = _ONE_RANKS if what.endswith(("DTensor", "ShardedTensor")) else HOW_TO_LOAD
+    return [Finding.of("unsupported-item", message, file, fqn, next_step=step, severity=Severity.NOTE)]
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

@@ -101,7 +101,7 @@ KINDS = {
     "unsupported": _error("it is recognised, but nothing dcptool reads", Effect.UNREAD, may_be_whole=True),
     # Whole as far as can be told, but look.
     "nothing-saved": _warning("it holds no tensor and no object"),
-    "last-shards-unknown": _note("whether files of further shards are missing cannot be told"),
+    "last-shards-unknown": _note("whether files of further shards are missing, or had nothing in them, cannot be told"),
     # Markers.
     "no-marker": _error("a marker should be there and is not", Effect.UNMARKED),
     "bad-marker": _error("the marker cannot be read", Effect.UNMARKED),
@@ -148,16 +148,19 @@ KINDS = {
     "family-gap": _warning("an entry that each rank has of its own is missing for some rank"),
     "shard-gap": _error("an object of several shards lacks one"),
     # What else a listing shows.
+    "in-copies": _note("data files are in `copy-0/` or its like, where their writer keeps copies"),
     "leftover-files": _note("data files the metadata does not name"),
     "mixed-times": _note("files were written at two times, as by two saves"),
     # safetensors and `.pt` files.
     "bad-file": _error("the header of one file of several cannot be read"),
     "missing-tensor": _error("the index places a tensor in a file that does not have it"),
+    "unlisted-file": _warning("a file of tensors is there that the index does not name"),
     "unlisted-tensor": _warning("a tensor is not in the index"),
     "parts-disagree": _error("files hold parts of one tensor with different dtypes or ndim"),
     "duplicate-name": _error("several entries have one name; in `.pt` files a warning: their keys are equal as text"),
     "shared-storage": _note("several tensors are views of one storage"),
     "partial-storage": _note("tensors are views of a part of their storage"),
+    "padded-file": _note("bytes follow the end of a `.pt` file's zip; a warning where they are no zeros"),
     "strided-tensors": _note("tensors are not row-major in their storage"),
     # Of inspect: what names, layouts and values tell before somebody resumes or converts.
     "unreadable-objects": _error("objects of a file cannot be read; a note where their form is unsupported"),
@@ -186,7 +189,9 @@ KINDS = {
     "torch-cannot-read-metadata": _error("torch cannot read the metadata"),
     "unsafe-metadata": _error("torch was not asked: it would execute what the metadata names"),
     "loaded": _note("what torch loaded"),
-    "not-loaded": _note("dcp.load does not read this format"),
+    "not-loaded": _error(
+        "torch would have to run code, or lacks a package, to load it", Effect.UNREAD, may_be_whole=True
+    ),
     # Of diff.
     "found-below": _note("the checkpoint is below the folder that was named"),
     "unused-prefix": _note("a prefix that was to be taken off is in no name"),

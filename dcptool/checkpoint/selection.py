@@ -112,12 +112,16 @@ def select(
         without: fqns to leave out too; there may be as many as entries.
 
     Raises:
-        LayoutError: nothing matches (the message lists what there is, with sizes), two entries would have one name, or
-            a name to rename is not there.
+        LayoutError: nothing of what is there matches (the message lists that, with sizes), two entries would have one
+            name, or a name to rename is not there.
     """
     chosen = [fqn for fqn in checkpoint if fqn not in without and selects(fqn, keys, exclude)]
-    if not chosen:
+    if not chosen and (len(checkpoint) or keys or exclude):
         raise LayoutError(_nothing([checkpoint], keys, exclude))
+    if not chosen:  # as its save was
+        return Selection(
+            (), 0, ("nothing was saved: the source holds no tensor and no object, and so does the output",)
+        )
     names = {fqn: _affixed(fqn, renaming) for fqn in chosen}
     affixed, renames = set(names.values()), dict(renaming.rename)
     names = {fqn: renames.get(name, name) for fqn, name in names.items()}

@@ -86,6 +86,7 @@ def check(
         problems += mixed_times(checkpoint, written, list(filter(checkpoint.format.is_metadata, checkpoint.files)))
     tally = Tally()
     if level >= Level.RECORDS:
+        problems = [problem for problem in problems if problem.kind != "unsupported-item"]  # which is told of each
         found, tally = item_problems(checkpoint, by_file, level >= Level.DEEP, threads or os.cpu_count() or 1, progress)
         problems += found
     if level >= Level.DEEP:

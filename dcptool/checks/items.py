@@ -15,7 +15,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry, require_box
 from dcptool.checkpoint.extents import Record, place_words, whereabouts
 from dcptool.checkpoint.fill import crc32
-from dcptool.checkpoint.findings import LOOK_AGAIN, Finding, unsafe_pickle
+from dcptool.checkpoint.findings import HOW_TO_LOAD, LOOK_AGAIN, Finding, unsafe_pickle
 from dcptool.checkpoint.items import FileItems, Placed, name_of
 from dcptool.checkpoint.kinds import Effect
 from dcptool.errors import DcptoolError, ItemError, RunsCodeError, StorageError, UnsupportedError
@@ -164,9 +164,12 @@ class _Scan:
 
     def _look_at(self, placed: Placed) -> Tally:
         entry, chunk = placed.entry, placed.chunk
-        payload, records, unsafe = self._source.examine(entry, chunk, placed.item)
+        payload, records, unsafe, foreign = self._source.examine(entry, chunk, placed.item)
         for finding in unsafe_pickle(unsafe, name_of(placed), placed.item.file, entry.fqn):
             self._add(finding.kind, placed, finding.message, finding.next_step)
+        if foreign:
+            message = f"not proven: it is {foreign}, which dcptool does not look into"
+            self._add("unsupported-item", placed, message, HOW_TO_LOAD)
         unsure = all(record.crc32 is None for record in records if record.nbytes)
         nbytes = sum(record.nbytes for record in records) if unsure else 0
         n_read = sum(self._read(placed, record) for record in records) if self._deep else 0

@@ -16,6 +16,7 @@ from dcptool.errors import (
     StorageError,
     UnsupportedError,
 )
+from dcptool.formats.dcp.copies import is_copy
 from dcptool.formats.dcp.metadata import check_pickle_start
 from dcptool.formats.dcp.reader import megatron_backend
 from dcptool.formats.others import looks_like
@@ -154,7 +155,7 @@ def find_parts(location: Location, below_whole: bool = False) -> list[Part]:
             prefix = f"{folder}/" if folder else ""
             files = {entry.name.removeprefix(prefix): entry.nbytes for entry in entries if not entry.is_dir}
             known = format_of(files)
-            if known:
+            if known and not (parts and is_copy(folder) and not any(map(known.format.is_metadata, files))):
                 parts.append(Part(folder, known.kind_of(files) or "", known))
             is_filled = depth == 0 and known is not None and known.format.owns_folder
             if is_filled and not below_whole:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.findings import HOW_TO_LOAD
 from dcptool.checkpoint.selection import Selection
 from dcptool.copying.outputs import LaidOut, Wanted
 from dcptool.errors import LayoutError, UnsupportedError
@@ -78,7 +79,7 @@ def lay_out(checkpoint: Checkpoint, selection: Selection, to: str, wanted: Wante
         wanted: see `Wanted`.
 
     Raises:
-        UnsupportedError: the format cannot hold something that is selected.
+        UnsupportedError: the format cannot hold something that is selected, such as an unknown class of tensor.
         LayoutError: objects are selected and are an error, or are all that is selected and are left out.
     """
     writer = _writer(to)
@@ -91,6 +92,13 @@ def lay_out(checkpoint: Checkpoint, selection: Selection, to: str, wanted: Wante
         )
     if objects != "skip":
         return writer.lay_out(checkpoint, selection, wanted)
+    foreign = [item for item in selection.objects if item.entry.foreign]
+    if foreign and not wanted.objects:
+        what = f"{are(len(foreign), 'tensor')} of a form or class that dcptool does not look into"
+        raise UnsupportedError(
+            f"{what}, such as {foreign[0].name!r}, {foreign[0].entry.foreign}; --to {to} cannot hold it as it is",
+            next_step=f"{HOW_TO_LOAD} --objects skip leaves out what is no plain tensor.",
+        )
     if selection.objects and not selection.tensors:
         raise LayoutError(
             f"no tensor is selected, only objects, such as {selection.objects[0].name!r}, which are left out",

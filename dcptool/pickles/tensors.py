@@ -1,7 +1,7 @@
 """What a loaded pickle says about tensors: storage, dtype, shape, strides. Reads no payload bytes.
 
-Source: torch 2.13, `_utils.py` (`_rebuild_tensor_v2`, `_rebuild_tensor_v3`, `_rebuild_parameter`), `_tensor.py`
-(`_rebuild_from_type_v2`) and `serialization.py` (`persistent_id` of storages).
+Source: torch 2.13, `_utils.py` (`_rebuild_tensor_v2`, `_rebuild_tensor_v3`, `_rebuild_parameter`, and the forms that
+are only named here), `_tensor.py` (`_rebuild_from_type_v2`) and `serialization.py` (`persistent_id` of storages).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.extents import Ints
 from dcptool.checkpoint.regions import span
-from dcptool.errors import ItemError
+from dcptool.errors import DcptoolError, ItemError
 from dcptool.pickles.standins import Global, Node, PersistentId, qualified_name
 
 MAX_NDIM = 64
@@ -22,6 +22,17 @@ _TENSORS = {
     "torch._utils._rebuild_tensor_v2": 6,
     "torch._utils._rebuild_tensor_v3": 7,
 }
+_FORMS = {
+    "torch._utils._rebuild_qtensor": "a quantised tensor",
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor",
+    "torch._utils._rebuild_nested_tensor": "a nested tensor",
+    "torch._utils._rebuild_meta_tensor_no_storage": "a meta tensor, which has no values",
+    "torch._utils._rebuild_device_tensor_from_numpy": "a tensor of another device, as a numpy array",
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "a tensor of another device",
+}
+_TYPED = {"torch._tensor._rebuild_from_type_v2": 1, "torch._utils._rebuild_wrapper_subclass": 0}
+"""Calls that make a tensor of a class → which of their arguments is the class."""
+_NO_TENSORS = ("torch.", "builtins.", "collections.", "numpy.", "copyreg.")
 _MAX_WRAPPERS = 8
 """Calls around the one that rebuilds a tensor: parameter, subclass."""
 
@@ -69,6 +80,47 @@ def tensor_view(node: Any) -> TensorView | None:
         else:
             return None
     return None
+
+
+def foreign_tensor(node: Any) -> str:
+    """Return what a node is, if it is a tensor of a form or class that `tensor_view` does not look into; "" if not.
+
+    torch's own forms (quantised, sparse, …), subclasses with tensors inside, as torchao's and DTensor, and what a
+    subclass with a pickled form of its own makes of tensors it is given.
+    """
+    for _ in range(_MAX_WRAPPERS):
+        if not isinstance(node, Node) or not node.called:
+            return ""
+        name = qualified_name(node.function)
+        if name in _PARAMETERS and node.args:
+            node = node.args[0]
+        elif name in _FORMS:
+            return _FORMS[name]
+        elif name in _TYPED and len(node.args) > _TYPED[name]:
+            return _of_class(node)
+        elif not name.startswith(_NO_TENSORS) and any(map(is_tensor, node.args)):
+            return f"a {name}"
+        else:
+            return ""
+    return ""
+
+
+def _of_class(node: Node) -> str:
+    """Return what a call makes that is given the class of a tensor; "" if that is a tensor like any."""
+    name = qualified_name(node.function)
+    kind = node.args[_TYPED[name]]
+    if name in _TYPED and isinstance(kind, Global) and qualified_name(kind) != "torch.Tensor":
+        return f"a {qualified_name(kind)}"
+    function = node.args[0]
+    return _FORMS.get(qualified_name(function), "") if isinstance(function, Global) else ""
+
+
+def is_tensor(node: Any) -> bool:
+    """Tell whether a node is a dense tensor, be it one that makes no sense."""
+    try:
+        return tensor_view(node) is not None
+    except DcptoolError:
+        return True
 
 
 def _rebuilt(name: str, args: tuple[Any, ...]) -> TensorView:

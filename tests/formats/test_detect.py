@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import dcptool
+from dcptool.checks.check import Level
 from dcptool.errors import CheckpointNotFoundError, MetadataError, StorageError, UnsupportedError
 from dcptool.formats.detect import find_parts
+from dcptool.ops.verify.verdict import State
 from dcptool.storage import locate
-from tests.conftest import FOREIGN
+from tests.conftest import FOREIGN, run
 from tests.damage import copy, truncate
 
 pytestmark = pytest.mark.torchfree
@@ -244,6 +249,38 @@ def test_a_missing_shard_between_others_is_named(tmp_path):
     messages = " ".join(problem.message for problem in summary.problems)
     assert "the files of shard 2 of at least 3 are missing" in messages
     assert "no chunk holds" not in messages  # what was in a file that is not there is not known
+
+
+def test_a_rank_that_had_nothing_to_write_is_not_missed(tmp_path):
+    """Boxes decide, not the numbers in the names: a rank outside the submesh leaves no file."""
+    folder = copy(FOREIGN / "hf_sharded", tmp_path / "c")
+    last = folder / "shard-00003-model-00001-of-00001.safetensors"
+    last.rename(folder / "shard-00007-model-00001-of-00001.safetensors")
+    for path in (folder, FOREIGN / "hf_idle_absent_w4"):
+        for level in Level:
+            (verdict,) = dcptool.verify(path, dcptool.VerifyOptions(level=level)).verdicts
+            assert (verdict.state, verdict.reason) == (State.COMPLETE, "")
+        assert run("convert", "--to", "safetensors", path, tmp_path / f"{path.name}.safetensors").returncode == 0
+    (note,) = [found.message for found in dcptool.open(folder).problems]
+    assert note.startswith("there is no file of shards 3, 4, 5, 6 of at least 7, and ")
+    (folder / "shard-00002-model-00001-of-00001.safetensors").unlink()
+    (missing,) = [found for found in dcptool.open(folder).problems if found.kind == "missing-file"]
+    assert "the files of shards 2, 3, 4, 5, 6 of at least 7 are missing" in missing.message
+
+
+def test_a_file_that_the_index_does_not_name_is_there(tmp_path):
+    """An exporter wrote the index first: a warning with words, for who loads by it does not see the file."""
+    for number in (1, 2):
+        save_file({f"w{number}": np.ones(3)}, tmp_path / f"model-{number:05d}-of-00002.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w1": "model-00001-of-00002.safetensors"}}))
+    (verdict,) = dcptool.verify(tmp_path).verdicts
+    assert verdict.state is State.COMPLETE
+    assert verdict.reason == f"model-00002-of-00002.safetensors is there, but {index.name} does not name it"
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    (verdict,) = dcptool.verify(tmp_path).verdicts
+    assert verdict.state is State.INCOMPLETE
+    assert "1 of 2 files are missing: model-00002-of-00002.safetensors" in verdict.reason
 
 
 def test_one_damaged_file_among_many_does_not_hide_the_rest(tmp_path):

@@ -186,12 +186,14 @@ def test_items_built_to_harm(tmp_path):
         path.parent.mkdir()
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("model/data.pkl", b"\x80\x02}X\x01\x00\x00\x00k" + content[2:-1] + b"s.")
+            archive.writestr("model/version", b"3\n")
         paths.append(path)
     for name, method in {"deflated": zipfile.ZIP_DEFLATED, "no pickle": zipfile.ZIP_STORED}.items():
         path = tmp_path / name / "model.pt"
         path.parent.mkdir()
         with zipfile.ZipFile(path, "w", method) as archive:
             archive.writestr("model/data.pkl" if name == "deflated" else "model/other", bytes(100 << 20))
+            archive.writestr("model/version", b"3\n")
         paths.append(path)
     results = outcomes(paths)
     check(results, expect_wrong=False)

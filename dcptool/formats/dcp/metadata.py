@@ -176,7 +176,12 @@ def _size(*args: Any) -> Ints:
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:
     """Return the attributes of the stand-in for an instance of torch's class `kind`, or of a foreign class like it."""
-    state = record.state if isinstance(record, Node) and _may_be(qualified_name(record), kind) else None
+    if not isinstance(record, Node):
+        return {}
+    name = qualified_name(record)
+    if record.called and _GLOBALS.fullmatch(name):  # whose classes take arguments, and torch gives them none
+        return {}
+    state = record.state if _may_be(name, kind) else None
     if isinstance(state, tuple) and len(state) == 2 and all(part is None or isinstance(part, dict) for part in state):
         state = {**(state[0] or {}), **(state[1] or {})}  # the form of a class with __slots__
     return state if isinstance(state, dict) and set(map(type, state)) == {str} else {}
@@ -309,10 +314,10 @@ def _add_item(records: Records, index: Any, info: Any) -> None:
         or not isinstance(file, str)
         or not _is_count(byte_offset)
         or not _is_count(nbytes)
+        or byte_offset + nbytes > _MAX
         or (offset is not None) != (offsets is not None)
     ):
-        message = f"a storage record is damaged (entry {brief(fqn)}, file {brief(file)}); left out"
-        records.problem("bad-item", message)
+        _refuse_place(records, fqn, file)
         return
     if not is_inside(file):
         _refuse_path(records, fqn, file)
@@ -327,15 +332,23 @@ def _add_item(records: Records, index: Any, info: Any) -> None:
 
 def _add_items(records: Records, run: ItemRun) -> None:
     by_fqn = records.items
-    if all(map(is_inside, run.files)):
+    end = max(map(add, map(itemgetter(2), run.rows), map(itemgetter(3), run.rows)), default=0)
+    if end <= _MAX and all(map(is_inside, run.files)):
         for fqn, row in zip(run.fqns, run.rows, strict=True):
             by_fqn[fqn].append(row)
         return
     for fqn, row in zip(run.fqns, run.rows, strict=True):
-        if is_inside(row[1]):
+        if row[2] + row[3] > _MAX:
+            _refuse_place(records, fqn, row[1])
+        elif is_inside(row[1]):
             by_fqn[fqn].append(row)
         else:
             _refuse_path(records, fqn, row[1])
+
+
+def _refuse_place(records: Records, fqn: Any, file: Any) -> None:
+    message = f"a storage record is damaged (entry {brief(fqn)}, file {brief(file)}); left out"
+    records.problem("bad-item", message)
 
 
 def _refuse_path(records: Records, fqn: str, file: str) -> None:

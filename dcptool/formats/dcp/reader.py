@@ -11,12 +11,13 @@ from typing import Any
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.entries import TensorEntry
+from dcptool.checkpoint.entries import ObjectEntry, TensorEntry
 from dcptool.checkpoint.findings import Finding, unsafe_pickle
 from dcptool.checkpoint.format import Variant
 from dcptool.checkpoint.regions import volume
 from dcptool.errors import CheckpointNotFoundError, MetadataError, RunsCodeError, StorageError, UnsupportedError
 from dcptool.formats.dcp.build import View, build
+from dcptool.formats.dcp.copies import WithCopies, copies_note, find_copies
 from dcptool.formats.dcp.format import DCP, METADATA, data_file_rank, metadata_names, metadata_rank, rank_metadata
 from dcptool.formats.dcp.items import DcpSource
 from dcptool.formats.dcp.metadata import Records, check_pickle_start, read_records
@@ -49,6 +50,12 @@ def open_dcp(storage: Storage, files: Mapping[str, int], name: str = "") -> Chec
         parts, unread = _all_records(storage, {name: files[name] for name in names})
         view = build(parts)
     problems = [*unread, *view.problems]
+    objects = (entry.item.file for entry in view.entries.values() if isinstance(entry, ObjectEntry) and entry.item)
+    copies = find_copies(storage, dict.fromkeys([*view.table.files, *objects]), files)
+    if copies:
+        problems.append(copies_note(copies))
+        files = {**files, **{name: entry.nbytes for name, entry in copies.items()}}
+        storage = WithCopies(storage, copies)
     if names == [METADATA] and rank_metadata(files):
         message = "there are rank-local __R.metadata files beside .metadata; .metadata is used"
         problems.append(Finding.of("two-metadata", message, file=METADATA))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
@@ -20,6 +20,7 @@ from dcptool.pickles.tensors import MAX_NDIM
 MAX_HEADER_NBYTES = 100_000_000
 """The limit of the safetensors library."""
 LFS_START = b"version https://git-lfs"
+_FIELDS = ("__metadata__", "dtype", "shape", "data_offsets")
 _DEEP = re.compile(rb"[\[{]\s*(?:[\[{]\s*){8}")
 
 
@@ -70,13 +71,15 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     if raw[:1] != b"{" or _DEEP.search(raw):
         raise MetadataError("the safetensors header is not the flat JSON object it should be")
     try:
-        fields = json.loads(raw)
+        fields = json.loads(raw.decode(), object_pairs_hook=_object)
+        "".join(fields).encode()  # half of a surrogate pair, which JSON can write and UTF-8 cannot
+        metadata = _free_form(fields.pop("__metadata__", None))
     except (ValueError, RecursionError) as error:
         raise MetadataError(f"the safetensors header is damaged: {error}") from None
-    metadata = fields.pop("__metadata__", None)
-    metadata = metadata if isinstance(metadata, dict) else {}
     data_nbytes = nbytes - 8 - length
     try:
+        for name, field in fields.hidden:  # the library looks at all of them
+            _tensor(name, field, data_nbytes)
         found = {name: _tensor(name, field, data_nbytes) for name, field in fields.items()}
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, MetadataError):
@@ -91,6 +94,34 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
     if end != data_nbytes:
         raise MetadataError(f"the safetensors header describes {end} bytes of data, there are {data_nbytes}")
     return Header(tensors, _saved_offsets(metadata, tensors), metadata, 8 + length)
+
+
+class _Object(dict[str, Any]):
+    """A JSON object; `hidden` has those pairs whose name comes again, of which the last counts."""
+
+    hidden: Sequence[tuple[str, Any]] = ()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> _Object:
+    """Return a JSON object as a dict; the library takes no field that it knows twice."""
+    found = _Object(pairs)
+    if len(found) < len(pairs):
+        last = {name: index for index, (name, _) in enumerate(pairs)}
+        found.hidden = [pair for index, pair in enumerate(pairs) if last[pair[0]] != index]
+        twice = next((name for name, _ in found.hidden if name in _FIELDS), None)
+        if twice:
+            raise ValueError(f"{twice!r} is given twice")
+    return found
+
+
+def _free_form(value: Any) -> dict[str, str]:
+    """Return what `__metadata__` holds, which the library takes only if all of it is text."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError("__metadata__ may hold nothing but text, and the safetensors library reads nothing else")
+    "".join((*value, *value.values())).encode()
+    return dict(value)
 
 
 def _tensor(name: str, field: Mapping[str, Any], data_nbytes: int) -> StoredTensor:

@@ -13,12 +13,13 @@ from typing import Any
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.chunks import ChunkTable
+from dcptool.checkpoint.cover import cover
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Ints, Payload, Record
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.format import Variant
 from dcptool.checkpoint.regions import Box, contiguous_strides, volume
-from dcptool.errors import CheckpointNotFoundError, MetadataError, UnsupportedError
+from dcptool.errors import CheckpointNotFoundError, LayoutError, MetadataError, UnsupportedError
 from dcptool.formats.safetensors.format import SAFETENSORS, SUFFIX, is_index, shard_number
 from dcptool.formats.safetensors.header import Header, read_header
 from dcptool.storage import Storage, is_inside, join
@@ -90,14 +91,16 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
     if weight_map is not None:
         problems += _index_problems(index, weight_map, parts, headers)
     if not name:
-        problems += _missing_of_set(headers)
-    problems += _missing_shards(headers)
+        problems += _missing_of_set(headers, files)
+    if index and not name:
+        problems += _unlisted_files(index, files, headers)
     sharded = any(header.saved_offsets for header in headers.values())
     own = {file: nbytes for file, nbytes in files.items() if file in headers or file == index}
     table = ChunkTable()
     entries: dict[str, Entry] = {}
     for fqn, chunks in parts.items():
         entries[fqn] = _entry(fqn, chunks, table, problems)
+    problems += _absent_shards(headers, entries)
     flavour, evidence = "safetensors", [f"{plural(len(headers), 'file')} with safetensors headers"]
     if sharded:
         flavour = "safetensors, HuggingFace DCP shards"
@@ -135,21 +138,49 @@ def _headers(
     return headers, problems
 
 
-def _missing_shards(headers: Mapping[str, Header]) -> list[Finding]:
-    """Name the ranks between the first and the last whose files are missing; that the last are, nothing tells."""
+def _absent_shards(headers: Mapping[str, Header], entries: Mapping[str, Entry]) -> list[Finding]:
+    """Name the ranks between the first and the last without a file; that the last are missing, nothing tells.
+
+    A rank that had nothing to write leaves no file, so boxes decide: files are missing where tensors have holes.
+    """
     ranks = {number for file in headers if (number := shard_number(file)) is not None}
     if not ranks or len(ranks) == max(ranks):
         return []
-    missing = [rank for rank in range(1, max(ranks)) if rank not in ranks]
-    named = listed(list(map(str, missing)), _MAX_NAMED, counted=False)
-    message = f"the files of shard{'s' * (len(missing) > 1)} {named} of at least {max(ranks):,} are missing"
-    return [Finding.of("missing-file", message, next_step="Gather the files of all ranks.")]
+    absent = [rank for rank in range(1, max(ranks)) if rank not in ranks]
+    named = listed(list(map(str, absent)), _MAX_NAMED, counted=False)
+    which = f"shard{'s' * (len(absent) > 1)} {named} of at least {max(ranks):,}"
+    if any(isinstance(entry, TensorEntry) and _has_hole(entry) for entry in entries.values()):
+        message = f"the files of {which} are missing"
+        return [Finding.of("missing-file", message, next_step="Gather the files of all ranks.")]
+    message = (
+        f"there is no file of {which}, and no part of a tensor is missing: those ranks wrote nothing, or whole ones"
+    )
+    return [Finding.of("last-shards-unknown", message)]
 
 
-def _missing_of_set(headers: Mapping[str, Header]) -> list[Finding]:
+def _has_hole(entry: TensorEntry) -> bool:
+    try:
+        return cover(entry.shape, entry.chunks, max_found=1).n_missing > 0
+    except LayoutError:
+        return False
+
+
+def _unlisted_files(index: str, files: Mapping[str, int], headers: Mapping[str, Header]) -> list[Finding]:
+    """Name files of tensors beside an index that it does not name: whoever loads by it does not see them."""
+    unlisted = sorted(file for file in files if file.endswith(SUFFIX) and file not in headers and "/" not in file)
+    if not unlisted:
+        return []
+    verb = "is" if len(unlisted) == 1 else "are"
+    message = f"{listed(unlisted, 3)} {verb} there, but {index} does not name {'it' if len(unlisted) == 1 else 'them'}"
+    step = "What loads by the index does not read it: of another save, or the index is not of these files."
+    return [Finding.of("unlisted-file", message, unlisted[0], next_step=step)]
+
+
+def _missing_of_set(headers: Mapping[str, Header], files: Mapping[str, int]) -> list[Finding]:
     """Name the files that a set lacks: `model-00001-of-00003.safetensors` says that there are three.
 
-    Of DCP's shards not every rank has a part of each file, but each file has a part from some rank.
+    One that is there, though an index does not name it, is not missing. Of DCP's shards not every rank has a part of
+    each file, but each file has a part from some rank.
     """
     sets: dict[tuple[str, int], set[int]] = {}
     for file in headers:
@@ -159,7 +190,9 @@ def _missing_of_set(headers: Mapping[str, Header]) -> list[Finding]:
     problems = []
     for (stem, count), there in sets.items():
         missing = [
-            f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1) if number not in there
+            file
+            for number in range(1, count + 1)
+            if number not in there and (file := f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}") not in files
         ]
         if missing:
             message = f"{len(missing):,} of {count:,} files are missing: {listed(missing, 3)}"

@@ -58,18 +58,23 @@ def keeping(path: str) -> str:
 
 
 def require_supported(tensors: Sequence[SelectedTensor]) -> None:
-    """Refuse dtypes that safetensors has no code for.
+    """Refuse dtypes that safetensors has no code for, and names that are no UTF-8.
 
     Raises:
         UnsupportedError: names the tensors.
     """
+    odd = next((tensor for tensor in tensors if any("\ud800" <= char <= "\udfff" for char in tensor.name)), None)
+    if odd:
+        raise UnsupportedError(
+            f"safetensors cannot hold the name {odd.name!a}: half a surrogate pair is no UTF-8",
+            next_step="Give it another name with --rename or --add-prefix and --strip-prefix, or use --to torch.",
+        )
     wrong = [tensor for tensor in tensors if dtypes.lookup(tensor.dtype).safetensors is None]
     if wrong:
         named = listed([f"{tensor.name!r} ({tensor.dtype})" for tensor in wrong], 3)
         hint = " ".join(f"--exclude {tensor.entry.fqn!r}" for tensor in wrong[:3])
-        raise UnsupportedError(
-            f"safetensors cannot hold {named}", next_step=f"Leave them out ({hint}), or use --to torch."
-        )
+        other = ", or use --to torch" if all(dtypes.lookup(tensor.dtype).numpy for tensor in wrong) else ""
+        raise UnsupportedError(f"safetensors cannot hold {named}", next_step=f"Leave them out ({hint}){other}.")
 
 
 def one_file(name: str, tensors: Sequence[SelectedTensor]) -> OutputFile:

@@ -7,18 +7,21 @@ from typing import Any
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.extents import Examined, Extent, Payload, Record
+from dcptool.checkpoint.findings import HOW_TO_LOAD
 from dcptool.checkpoint.regions import span
-from dcptool.errors import ItemError
+from dcptool.errors import ItemError, UnsupportedError
 from dcptool.formats.torch_save.zip import TorchZip
 from dcptool.pickles import inert, plain
 from dcptool.pickles.calls import Calls
 from dcptool.pickles.standins import qualified_name
-from dcptool.pickles.tensors import TensorView, tensor_view
+from dcptool.pickles.tensors import TensorView, foreign_tensor, tensor_view
 
 MAX_KEPT_NBYTES = 4096
 MAX_CHECKED_NBYTES = 1 << 20
 """A storage in an object up to this length is read whole to be shown, so that its CRC32 can be checked."""
 _KEPT_STORAGES = 8
+
+_Viewed = tuple[TensorView | None, tuple[str, ...], str]
 
 
 def payload_of(view: TensorView, archive: TorchZip, item: Extent) -> Payload:
@@ -47,8 +50,17 @@ def tensor_payload(archive: TorchZip, item: Extent) -> Payload:
 
     Raises:
         ItemError: it holds something else, or is damaged.
+        UnsupportedError: it is a tensor of a form or class that is not looked into.
     """
-    return payload_of(_view(archive.content("data.pkl"))[0], archive, item)
+    view, _, foreign = _view(archive.content("data.pkl"))
+    if view is None:
+        raise not_looked_into(foreign)
+    return payload_of(view, archive, item)
+
+
+def not_looked_into(foreign: str) -> UnsupportedError:
+    """Return the error that something is a tensor whose values are not found here; `foreign` says what."""
+    return UnsupportedError(f"it is {foreign}, which dcptool does not look into", next_step=HOW_TO_LOAD)
 
 
 def examine(archive: TorchZip, item: Extent, is_tensor: bool) -> Examined:
@@ -57,27 +69,30 @@ def examine(archive: TorchZip, item: Extent, is_tensor: bool) -> Examined:
     Raises:
         ItemError: they do not, or it holds something else.
     """
+    archive.require_version()
     pickled = archive.content("data.pkl")
     if is_tensor:
-        view, unsafe = _view(pickled)
-        return Examined(payload_of(view, archive, item), archive.records(item), unsafe)
+        view, unsafe, foreign = _view(pickled)
+        payload = payload_of(view, archive, item) if view else None
+        return Examined(payload, archive.records(item), unsafe, foreign)
     calls = Calls()
     inert.load(pickled, calls=calls)
     return Examined(None, archive.records(item), calls.unsafe)
 
 
-def _view(pickled: bytes) -> tuple[TensorView, tuple[str, ...]]:
-    """Return the tensor that is all of an item's pickle, and what the pickle would run."""
+def _view(pickled: bytes) -> _Viewed:
+    """Return the tensor that is all of an item's pickle, what the pickle would run, and what is not looked into."""
     return _small_view(pickled) if len(pickled) <= MAX_KEPT_NBYTES else _read_view(pickled)
 
 
-def _read_view(pickled: bytes) -> tuple[TensorView, tuple[str, ...]]:
+def _read_view(pickled: bytes) -> _Viewed:
     calls = Calls()
     root = inert.load(pickled, calls=calls)
     view = tensor_view(root)
-    if view is None:
+    foreign = "" if view else foreign_tensor(root)
+    if view is None and not foreign:
         raise ItemError(f"the metadata says tensor, stored is an object of class {qualified_name(root)}")
-    return view, calls.unsafe
+    return view, calls.unsafe, foreign
 
 
 _small_view = functools.lru_cache(4096)(_read_view)

@@ -16,7 +16,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.chunks import ChunkTable
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Payload, Record
-from dcptool.checkpoint.findings import Finding, unsafe_pickle
+from dcptool.checkpoint.findings import Finding, foreign_tensors, unsafe_pickle
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import is_contiguous, volume
 from dcptool.errors import DcptoolError, ItemError, MetadataError, StorageError, UnsupportedError
@@ -27,12 +27,14 @@ from dcptool.pickles import inert, plain
 from dcptool.pickles.calls import LEGACY_MAGIC, Calls
 from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Global, Node, qualified_name
-from dcptool.pickles.tensors import TensorView, tensor_view
+from dcptool.pickles.tensors import TensorView, foreign_tensor, is_tensor, tensor_view
 from dcptool.storage import Storage, join
 from dcptool.storage.stream import stream
 from dcptool.words import are
 
 MAX_DEPTH = 60
+_FOLLOWING_NBYTES = 1 << 20
+"""Read of what follows a zip, to tell zeros from other bytes."""
 MAX_KEY_CHARS = 10_000
 ROOT_NAME = "."
 """Name of the entry when the file holds one value that is no dict."""
@@ -58,7 +60,8 @@ class TorchSaveSource:
     def examine(self, entry: Entry, chunk: Chunk | None, item: Extent) -> Examined:
         is_tensor = chunk is not None and entry.fqn in self.views
         payload = torch_items.payload_of(self.views[entry.fqn], self._archive, item) if is_tensor else None
-        return Examined(payload, self._records)
+        foreign = entry.foreign if isinstance(entry, ObjectEntry) else ""
+        return Examined(payload, self._records, foreign=foreign)
 
     def edge_problem(self, item: Extent) -> str:
         return ""  # all headers were read when it was opened
@@ -80,6 +83,8 @@ class TorchSaveSource:
         return self._archive.records(self._item)
 
     def value(self, entry: ObjectEntry) -> Any:
+        if entry.foreign:
+            return plain.Opaque(entry.foreign.removeprefix("a "))
         return torch_items.decoded(self.values[entry.fqn], self._archive)
 
     def read_into(self, record: Record, byte_offset: int, out: memoryview) -> None:
@@ -120,9 +125,10 @@ def _opened(storage: Storage, name: str, nbytes: int, path: str) -> Checkpoint:
         )
     item = Extent(name, 0, nbytes)
     try:
-        archive = TorchZip(lambda at, n: storage.read(name, at, n), nbytes)
+        archive = TorchZip(lambda at, n: storage.read(name, at, n), nbytes, padded=True)
         if "constants.pkl" in archive.members:
             raise UnsupportedError("it is a TorchScript archive, not a state dict; torch.jit.load reads it")
+        archive.require_version()
         pickled, calls = archive.content("data.pkl"), Calls()
         root = inert.load(pickled, calls=calls)
     except (ItemError, MetadataError) as error:
@@ -146,7 +152,9 @@ def _opened(storage: Storage, name: str, nbytes: int, path: str) -> Checkpoint:
             problems.append(Finding.of("duplicate-name", message, name, fqn, severity=Severity.WARNING))
         entries[fqn] = _entry(fqn, entry_path, value, source, table, item, problems)
     problems += unsafe_pickle(sorted({*calls.unsafe, *_beside(storage, name, archive, nbytes)}), name, name)
-    problems += _storage_notes(source.views, name)
+    problems += _following(storage, archive, name)
+    kinds = {fqn: entry.foreign for fqn, entry in entries.items() if isinstance(entry, ObjectEntry) and entry.foreign}
+    problems += [*foreign_tensors(kinds, name), *_storage_notes(source.views, name)]
     evidence = ("a torch.save zip",)
     return Checkpoint(
         storage.root, name, TORCH_SAVE, "torch.save", evidence, entries, {name: nbytes}, table, storage, source,
@@ -160,6 +168,18 @@ def _beside(storage: Storage, name: str, archive: TorchZip, nbytes: int) -> tupl
 
     own = all(member.startswith("data/") or member in _OF_TORCH for member in archive.members)
     return () if own else runs(stream(storage, name, nbytes))
+
+
+def _following(storage: Storage, archive: TorchZip, file: str) -> list[Finding]:
+    """Note bytes behind the end of a file's zip, which torch reads past."""
+    if not archive.n_following:
+        return []
+    start = archive.nbytes - archive.n_following
+    rest = storage.read(file, start, min(archive.n_following, _FOLLOWING_NBYTES))
+    what = "bytes" if any(rest) else "zeros"
+    message = f"{archive.n_following:,} {what} follow the end of its zip, which torch.load reads past"
+    step = "Padding of a storage or a copy; what reads zips strictly may refuse it."
+    return [Finding.of("padded-file", message, file, next_step=step, severity=Severity.WARNING if any(rest) else None)]
 
 
 def _numbered(fqn: str, taken: Container[str], again: dict[str, int]) -> str:
@@ -187,7 +207,7 @@ def _entry(
         problems.append(Finding.of("bad-tensor", f"{fqn!r}: {error}; shown as object", item.file, fqn))
     if view is None:
         source.values[fqn] = value
-        return ObjectEntry(fqn, path, item)
+        return ObjectEntry(fqn, path, item, foreign_tensor(value))
     source.views[fqn] = view
     mark = table.mark()
     table.add((0,) * len(view.shape), view.shape, item)
@@ -302,14 +322,7 @@ def _is_entered(value: list[Any], known: dict[int, bool], depth: int = 0) -> boo
     known[id(value)] = any(
         _mapping(part) is not None
         or (isinstance(part, list) and _is_entered(part, known, depth + 1))
-        or (isinstance(part, Node) and _is_tensor(part))
+        or (isinstance(part, Node) and (is_tensor(part) or bool(foreign_tensor(part))))
         for part in value
     )
     return known[id(value)]
-
-
-def _is_tensor(node: Node) -> bool:
-    try:
-        return tensor_view(node) is not None
-    except DcptoolError:
-        return True

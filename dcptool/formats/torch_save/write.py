@@ -41,17 +41,21 @@ def one_file(checkpoint: Checkpoint, name: str, selection: Selection, flat: bool
         ItemError: an object of the source is damaged.
     """
     keys = Keys()
-    root: dict[Any, Any] = {}
+    paths = [(item.name,) if flat or item.path is None else item.path for item in selection.in_order]
+    root: Any = [] if paths and all(path and isinstance(path[0], int) for path in paths) else {}
     n_filled = 0
     fills: list[tuple[str, Fill]] = []
-    for item in selection.in_order:
-        path = (item.name,) if flat or item.path is None else item.path
+    for item, path in zip(selection.in_order, paths, strict=True):
         if isinstance(item, SelectedTensor):
             key = keys.fresh()
             fills.append((key, _fill(item)))
-            n_filled += _set(root, path, tensor_node(item.dtype, item.entry.shape, key), item.name)
+            value = tensor_node(item.dtype, item.entry.shape, key)
         else:
-            n_filled += _set(root, path, _carried(checkpoint, item, keys), item.name)
+            value = _carried(checkpoint, item, keys)
+        if not path and len(paths) == 1:  # the source is one value, no dict: so is this
+            root = value
+            break
+        n_filled += _set(root, path or (item.name,), value, item.name)
         if n_filled > MAX_LIST:
             raise LayoutError(f"{item.name!r}: lists would be mostly empty; --nesting flat keeps flat names")
     streamed: dict[str, Fill | Verbatim] = {key: Verbatim(record) for key, record in keys.records.items()}
@@ -72,7 +76,7 @@ def _carried(checkpoint: Checkpoint, item: SelectedObject, keys: Keys) -> Any:
     return rekey(ObjectGraph(*checkpoint.graph(item.entry)), keys)
 
 
-def _set(root: dict[Any, Any], path: Path, value: Any, name: str) -> int:
+def _set(root: Any, path: Path, value: Any, name: str) -> int:
     """Put a value at a path; strings are keys of dicts, numbers are places in lists, which are made as needed.
 
     Returns:

@@ -32,10 +32,15 @@ _CRC32_OFFSET = 16
 _LOCAL = struct.Struct("<4s5H3L2H")
 _ENCRYPTED = 0x2061
 """Flags of encryption, of patches and of hidden headers: miniz takes no record that has one."""
+_IS_FOLDER = 0x10
+"""Of the attributes that DOS gave files: miniz reads nothing of such a record, and torch takes what memory holds."""
 _NAME_CODEC = ("utf-8", "surrogateescape")
 HEAD_NBYTES = 4096
 """The head of a zip holds data.pkl and the payload's local header, its tail the directory: a few hundred bytes."""
 _WHOLE_NBYTES = 64 << 10
+_MOST_FOLLOWING = 0xFFFF
+VERSIONS = range(1, 11)
+"""Versions of archives that torch reads (kMinSupportedFileFormatVersion, kMaxSupportedFileFormatVersion)."""
 
 
 class Member(NamedTuple):
@@ -70,13 +75,19 @@ class TorchZip:
         read: returns bytes of the zip.
         nbytes: the zip's length.
         head: the zip's first `head_nbytes(nbytes)` bytes, where they were read already.
+        padded: bytes may follow its end, as many as torch looks for it in.
+
+    Attributes:
+        nbytes: its length, with what follows its end.
+        n_following: how many bytes follow its end.
 
     Raises:
         ItemError: it is no zip, or its directory is damaged.
     """
 
-    def __init__(self, read: Read, nbytes: int, head: bytes | None = None) -> None:
-        self.nbytes = nbytes
+    def __init__(self, read: Read, nbytes: int, head: bytes | None = None, padded: bool = False) -> None:
+        self.nbytes, self.n_following = nbytes, 0
+        self._padded = padded
         self._source = read
         self._head = read(0, head_nbytes(nbytes)) if head is None else head
         self._tail_offset = max(len(self._head), nbytes - HEAD_NBYTES)
@@ -155,9 +166,24 @@ class TorchZip:
             end = start + member.nbytes
         return tuple(Record(item, start, member.nbytes, member.name, member.crc32) for start, member in found)
 
+    def require_version(self) -> None:
+        """Refuse an archive that torch does not read for what it says of itself.
+
+        Raises:
+            ItemError: its version is no number, or one that torch does not know, or its alignment is no number.
+        """
+        if ".storage_alignment" in self.members and not self.content(".storage_alignment", 64).strip().isdigit():
+            raise ItemError("its zip gives no number as .storage_alignment")
+        text = self.content("version", 64).strip()
+        if not text.isdigit() or int(text) not in VERSIONS:
+            raise ItemError(f"its zip is of version {text!r}; torch reads {VERSIONS[0]} to {VERSIONS[-1]}")
+
     def require_little_endian(self) -> None:
         """Refuse payloads written on a big-endian machine."""
-        if "byteorder" in self.members and self.content("byteorder", 16) != b"little":
+        order = self.content("byteorder", 16) if "byteorder" in self.members else b"little"
+        if order not in (b"little", b"big"):
+            raise ItemError(f"its zip gives {order!r} as byteorder")
+        if order == b"big":
             raise UnsupportedError("its payload is not little-endian; load and save it with torch once")
 
     def _directory(self) -> dict[str, Member]:
@@ -193,6 +219,8 @@ class TorchZip:
                 size, packed, header = _zip64(data[name_end : name_end + fields[11]], size, packed, header)
             if fields[13]:  # the number of a disk
                 raise ItemError("the directory of its zip is damaged")
+            if fields[15] & _IS_FOLDER and not name.endswith("/"):
+                raise ItemError(f"the directory of its zip is damaged: it says record {name!r} is a folder")
             plain = method == 0 and not flags & _ENCRYPTED
             if plain and packed != size:
                 raise ItemError(f"the directory of its zip is damaged: {name!r} has two sizes")
@@ -203,9 +231,15 @@ class TorchZip:
             raise ItemError("the directory of its zip is damaged")
         # With checksums switched off torch writes 0 for all; data.pkl is never empty, so its CRC is never 0.
         checked = any(checksum for *_, checksum, _ in found)
-        folder = next((name[: -len("data.pkl")] for name, *_ in found if name.endswith("/data.pkl")), None)
-        if folder is None:
-            raise ItemError("its zip has no record data.pkl; torch.save did not write it")
+        folder = found[0][0].partition("/")[0] + "/" if found else ""  # as torch finds it
+        outside = next((name for name, *_ in found if not name.startswith(folder)), None)
+        if outside is not None:
+            raise ItemError(
+                f"its zip has a record {outside!r} outside its folder {folder!r}, which torch does not read"
+            )
+        for needed in ("data.pkl", "version"):
+            if not any(name == folder + needed for name, *_ in found):
+                raise ItemError(f"its zip has no record {needed}; torch.save did not write it")
         members = {}
         for name, header, size, checksum, plain in found:
             short = name.removeprefix(folder)
@@ -218,12 +252,10 @@ class TorchZip:
 
     def _end(self) -> tuple[int, int, int]:
         """Find the end record and return (number of members, offset, length) of the directory."""
-        tail = self.read(max(0, self.nbytes - HEAD_NBYTES), min(self.nbytes, HEAD_NBYTES))
-        position = tail.rfind(b"PK\x05\x06")
-        if position < 0 or position + _END.size > len(tail):
-            raise ItemError("it does not end like a zip; the file is cut short or overwritten")
+        position, tail = self._find_end()
         _, disk, first_disk, on_disk, count, nbytes, offset, comment = _END.unpack_from(tail, position)
-        if position + _END.size + comment != len(tail):
+        self.n_following = len(tail) - position - _END.size - comment
+        if self.n_following and (not self._padded or self.n_following < 0):
             raise ItemError("bytes follow the end of its zip; the file is overwritten")
         found = (count, offset, nbytes)
         if disk or first_disk or on_disk != count:
@@ -236,17 +268,37 @@ class TorchZip:
             raise ItemError("its zip should be zip64, but has no zip64 end")
         return found
 
+    def _find_end(self) -> tuple[int, bytes]:
+        """Return where in the zip's last bytes its end record is, and these bytes.
+
+        They are looked through as torch does, by pieces from the back; it gives up where a piece would begin before the
+        file does.
+
+        Source: miniz in torch 2.13, mz_zip_reader_locate_header_sig.
+        """
+        start = max(0, self.nbytes - HEAD_NBYTES)
+        while True:
+            tail = self.read(start, self.nbytes - start)
+            position = tail.rfind(b"PK\x05\x06")
+            if 0 <= position <= len(tail) - _END.size:
+                return position, tail
+            start -= HEAD_NBYTES - 3
+            if not self._padded or start < 0 or len(tail) >= _MOST_FOLLOWING + _END.size:
+                raise ItemError("it does not end like a zip; the file is cut short or overwritten")
+
     def _end64(self, locator: bytes, found: tuple[int, int, int]) -> tuple[int, int, int]:
         """Return what the end of a zip64 says, which must agree with the plain end as far as that can say it."""
         _, disk, position, disks = _LOCATOR64.unpack(locator)
         end = self.read(position, _END64.size)
-        signature, _, _, _, this_disk, first_disk, on_disk, count, nbytes, offset = _END64.unpack(end)
+        signature, length, _, _, this_disk, first_disk, on_disk, count, nbytes, offset = _END64.unpack(end)
         if signature != b"PK\x06\x06":
             raise ItemError("its zip should be zip64, but has no zip64 end")
+        if length < _END64.size - 12:  # its signature and this length are not counted
+            raise ItemError(_DAMAGED_END)
         wide = (count, offset, nbytes)
         limits = (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)
         same = all(short in (full, limit) for short, full, limit in zip(found, wide, limits, strict=True))
-        if disk or disks > 1 or this_disk or first_disk or on_disk != count or not same:
+        if disk or disks != 1 or this_disk or first_disk or on_disk != count or not same:
             raise ItemError(_DAMAGED_END)
         return wide
 
@@ -297,9 +349,11 @@ def _zip64(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int,
     position = 0
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, position)
-        if kind == 1:
-            values = list(struct.unpack_from(f"<{length // 8}Q", extra[: position + 4 + length], position + 4))
-            wide = [values.pop(0) if value == 0xFFFFFFFF and values else value for value in (size, packed, header)]
+        if kind == 1 and position + 4 + length <= len(extra):
+            values = list(struct.unpack_from(f"<{length // 8}Q", extra, position + 4))
+            if len(values) < (size, packed, header).count(0xFFFFFFFF):
+                break
+            wide = [values.pop(0) if value == 0xFFFFFFFF else value for value in (size, packed, header)]
             return wide[0], wide[1], wide[2]
         position += 4 + length
     raise ItemError("a record of its zip is zip64, but its size is missing")

@@ -24,6 +24,9 @@ from dcptool.errors import DcptoolError, ItemError
 if TYPE_CHECKING:
     import numpy as np
 
+MAX_TRUSTED_NBYTES = 1 << 30
+"""Of a larger tensor whose chunks overlap all are looked at first: it may be far larger than what is stored."""
+
 
 class Access:
     """A checkpoint that several threads read.
@@ -130,6 +133,29 @@ class SideReader:
                 # Checksums are looked at where values differ, see `require_undamaged`: equal bytes need none.
                 self._boxes.fill(found, common, out[index_in(box, common)], lambda *_: None)
         return out
+
+    def is_there(self, index: int) -> bool:
+        """Tell whether what is stored for a chunk is the box that the metadata says."""
+        chunk = self.entry.chunks[index]
+        try:
+            with self._lock(chunk):
+                self._boxes.payload(index)
+        except DcptoolError:
+            return False
+        return True
+
+    def require_all_there(self) -> None:
+        """Look at every chunk of a tensor that may be larger than what is stored of it.
+
+        Raises:
+            UnreadableError: one of them is missing, damaged or not what the metadata says.
+        """
+        chunks = self.entry.chunks
+        if self.entry.nbytes <= MAX_TRUSTED_NBYTES:
+            return
+        for index, chunk in enumerate(chunks):
+            with unreadable(self.access, self.entry, chunk), self._lock(chunk):
+                self._boxes.payload(index)
 
     def is_zip(self, index: int, chunk: Chunk) -> bool:
         """Tell whether a chunk is an item of its own, header and all; then the same bytes elsewhere are the same chunk.

@@ -113,6 +113,8 @@ class Measurement:
     def bands(self, checkpoint: Checkpoint) -> Iterator[Band]:
         """Yield bands that together hold each element once, chunk by chunk, which is the order of the files.
 
+        None follow one that could not be read: metadata may say any size, and time is to be that of what is there.
+
         Raises:
             UnsupportedError: there are no numbers of this dtype.
             LayoutError: elements are in no chunk, or in several.
@@ -126,6 +128,8 @@ class Measurement:
         reader = self._reader = TensorReader(checkpoint.source, entry, [whole], ChunkIndex(entry.chunks), self.fail)
         for chunk in entry.chunks.boxes():
             for box in cut_box(chunk, BAND_NBYTES // itemsize) if volume(chunk[1]) else ():
+                if self.failures:
+                    return
                 yield Band(reader, box, volume(box[1]) * itemsize, ())
 
     def finish(self, reading: CheckpointReading) -> None:

@@ -3,5 +3,6 @@
 verify        what a user names
 verdict       one folder: which state it is in, and why
 torch_load    everything loaded with the installed torch
+file_load     the same of .pt files and safetensors
 torch_reader  how torch is called for that
 """

@@ -16,7 +16,7 @@ from dcptool.checkpoint.entries import Entry, TensorEntry
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.regions import volume
-from dcptool.errors import StorageError, UnsupportedError
+from dcptool.errors import DcptoolError, StorageError, UnsupportedError
 from dcptool.formats.dcp.format import METADATA
 from dcptool.ops.verify.torch_reader import (
     load_chunks,
@@ -47,7 +47,7 @@ class LoadReport(NamedTuple):
         n_skipped_objects: objects it was not asked to load, because that executes their pickles.
         nbytes: bytes of the values of the loaded tensors.
         findings: one per tensor or object it cannot load, in the order of the checkpoint, or one for the checkpoint
-            as a whole: `torch-cannot-load`, `torch-cannot-read-metadata`, `unsafe-metadata`.
+            as a whole: `torch-cannot-load`, `torch-cannot-read-metadata`, `unsafe-metadata`, `unsupported-item`.
     """
 
     torch_version: str
@@ -88,7 +88,7 @@ def load_with_torch(
         StorageError: something else than a regular file is in place of a data file.
     """
     _check_is_local_dcp(checkpoint)
-    version = _torch_version(trust)
+    version = torch_version(trust)
     n_skipped = 0 if trust else len(checkpoint.objects)
     if refusal := _refusal(checkpoint, trust):
         return LoadReport(version, 0, 0, n_skipped, 0, (refusal,))
@@ -107,6 +107,12 @@ def _check_is_local_dcp(checkpoint: Checkpoint) -> None:
     if not checkpoint.format.loads_in_torch:
         reader = checkpoint.format.loader
         raise UnsupportedError(f"{checkpoint.path} is no DCP directory, which dcp.load is for; {reader} loads it")
+    copies = next((problem for problem in checkpoint.problems if problem.kind == "in-copies"), None)
+    if copies:
+        raise UnsupportedError(
+            f"{checkpoint.path}: {copies.message}, where torch's FileSystemReader does not look",
+            next_step="Its writer's own reader does; `dcptool convert --to dcp` writes it without copies.",
+        )
     if not isinstance(checkpoint.storage, LocalStorage):
         raise UnsupportedError(f"{checkpoint.path}: torch's FileSystemReader reads local folders; copy it to one first")
     for name in checkpoint.usage:
@@ -114,7 +120,7 @@ def _check_is_local_dcp(checkpoint: Checkpoint) -> None:
             raise StorageError(f"{join(checkpoint.root, name)} is not a regular file; torch might wait for it forever")
 
 
-def _torch_version(trust: bool) -> str:
+def torch_version(trust: bool) -> str:
     """Return the version of the installed torch, which is imported here first."""
     try:
         with quiet():
@@ -203,7 +209,12 @@ class _Loader:
         self._progress(left)
 
     def _count(self, entry: Entry, reason: str) -> None:
-        if reason:
+        foreign = _foreign(self._checkpoint, entry) if reason else ""
+        if foreign:
+            message = f"{entry.fqn!r} was not loaded, so not proven: it is {foreign}"
+            step = "Nothing that a checkpoint names is imported; dcp.load reads it in a job that has such a tensor."
+            self.failed[entry.fqn] = Finding.of("unsupported-item", message, fqn=entry.fqn, next_step=step)
+        elif reason:
             message = f"torch {self._version} cannot load {entry.fqn!r}: {reason}"
             next_step = _REWRITE if isinstance(entry, TensorEntry) else _INSTALL
             finding = Finding.of("torch-cannot-load", message, fqn=entry.fqn, next_step=next_step)
@@ -230,6 +241,18 @@ class _Loader:
                 raise cause from None
             return one_line(self._reader.failure or cause)
         return ""
+
+
+def _foreign(checkpoint: Checkpoint, entry: Entry) -> str:
+    """Return what a tensor is, if it is of a class that only its owner's job has, or quantised as only that knows."""
+    first = next(iter(entry.chunks), None) if isinstance(entry, TensorEntry) else None
+    if first is None or first.item is None:
+        return ""
+    try:
+        found = checkpoint.source.examine(entry, first, first.item)
+    except DcptoolError:
+        return ""
+    return "" if found.unsafe else found.foreign
 
 
 def _cost(entry: Entry) -> tuple[int, int]:

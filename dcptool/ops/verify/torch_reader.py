@@ -51,7 +51,6 @@ def metadata_once_reader(root: str) -> Any:
 
 def load_whole(reader: Any, entries: Sequence[Entry]) -> None:
     """Load entries whole, into new memory; the reader has read the metadata. Raises whatever torch does."""
-    import torch
     from torch.distributed.checkpoint import DefaultLoadPlanner, load
 
     state: dict[str, Any] = {}
@@ -59,10 +58,19 @@ def load_whole(reader: Any, entries: Sequence[Entry]) -> None:
         state[entry.fqn] = None
         if isinstance(entry, TensorEntry):
             record = reader.metadata.state_dict_metadata[entry.fqn]
-            state[entry.fqn] = torch.empty(record.size, dtype=record.properties.dtype)
+            state[entry.fqn] = _empty(record.size, record.properties.dtype)
     # The stored names are flat already; flattening would look through all of them for each portion.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     load(state, storage_reader=reader, planner=planner)
+
+
+def _empty(shape: Any, dtype: Any) -> Any:
+    """Return an uninitialised tensor; one of a quantised dtype has scales, which loading gives it."""
+    import torch
+
+    if dtype in (torch.qint8, torch.quint8, torch.qint32):
+        return torch._empty_affine_quantized(shape, scale=1.0, zero_point=0, dtype=dtype)
+    return torch.empty(shape, dtype=dtype)
 
 
 def load_chunks(reader: Any, fqn: str, chunks: Sequence[Box], max_elements: int) -> None:
@@ -97,7 +105,7 @@ def load_chunks(reader: Any, fqn: str, chunks: Sequence[Box], max_elements: int)
 
         def resolve_tensor(self, read_item: Any) -> Any:
             dtype = self.metadata.state_dict_metadata[fqn].properties.dtype
-            return torch.empty(read_item.lengths, dtype=dtype)
+            return _empty(read_item.lengths, dtype)
 
     planner = ChunkPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     load({}, storage_reader=reader, planner=planner)

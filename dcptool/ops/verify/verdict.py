@@ -20,7 +20,14 @@ from dcptool.checks.check import CheckReport, Level, check
 from dcptool.checks.items import Tally
 from dcptool.checks.side_files import SideFiles, look_at, patterns_of
 from dcptool.checks.steps import Resume, is_known, not_read, resume_of
-from dcptool.errors import CheckpointNotFoundError, DcptoolError, RunsCodeError, StorageError, UnsupportedError
+from dcptool.errors import (
+    CheckpointNotFoundError,
+    DcptoolError,
+    MetadataError,
+    RunsCodeError,
+    StorageError,
+    UnsupportedError,
+)
 from dcptool.formats.detect import find_parts, not_a_checkpoint, open_part
 from dcptool.formats.marker import NAME, Marker, checksum_problems, marker_problems, read_marker
 from dcptool.formats.table import beside, is_metadata
@@ -313,7 +320,8 @@ def _check_parts(
         try:
             checkpoint = open_part(location, name) if name or opened is None else opened
             report = _check(checkpoint, name, listing, options, progress)
-        except DcptoolError as error:
+        except (DcptoolError, ArithmeticError, MemoryError, RecursionError) as problem:
+            error = problem if isinstance(problem, DcptoolError) else MetadataError(f"no sense in it: {problem!r}")
             finding = _unopened(location, name, listing, error)
             if len(names) == 1 and finding.kind == "unsupported":
                 return _Found((), (finding,), tally, True)

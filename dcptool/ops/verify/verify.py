@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dcptool.checkpoint.findings import Finding, errors, worst_first
+from dcptool.checkpoint.findings import Finding, errors, state_of, worst_first
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.formats.detect import open_part
 from dcptool.ops.verify.siblings import compare_steps
@@ -100,6 +100,7 @@ def _saved_later(
 
 def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> Verdict:
     """Load every part of a checkpoint with the installed torch, and return the verdict with what came of it."""
+    from dcptool.ops.verify.file_load import load_files
     from dcptool.ops.verify.torch_load import load_with_torch
 
     findings: list[Finding] = []
@@ -108,16 +109,14 @@ def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> V
     location = locate(verdict.path)
     for part in verdict.parts:
         checkpoint = open_part(location, part.name)
-        if not checkpoint.format.loads_in_torch:
-            findings.append(Finding.of("not-loaded", "not loaded: dcp.load reads DCP only", part.name or None))
-            continue
-        report = load_with_torch(checkpoint, trust=trust, progress=progress)
+        load = load_with_torch if checkpoint.format.loads_in_torch else load_files
+        report = load(checkpoint, trust=trust, progress=progress)
         findings += report.findings
         skipped = f", {report.n_skipped_objects:,} objects not tried (--trust)" if report.n_skipped_objects else ""
         message = f"torch {report.torch_version} loaded {report.n_tensors:,} tensors and {report.n_objects:,} objects"
         findings.append(Finding.of("loaded", message + skipped, part.name or None))
     bad = errors(findings)
-    state = State.DAMAGED if bad and verdict.whole else verdict.state
+    state = State(state_of(bad)) if bad and verdict.whole else verdict.state
     rest = [finding for finding in findings if not finding.is_error]
     return verdict._replace(state=state, findings=tuple(worst_first([*bad, *verdict.findings, *rest])))
 

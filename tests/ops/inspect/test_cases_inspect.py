@@ -219,14 +219,14 @@ def test_r56_wrapper_parts_are_flagged(tmp_path):
 
 
 def large_metadata(n_tensors: int, n_chunks: int) -> torch_metadata.Metadata:
-    """Metadata of tensors with a row per rank, one item of 100 bytes each."""
+    """Metadata of tensors with a row per rank, one item of 1,000 bytes each."""
     shape = torch.Size([n_chunks, 4])
     properties = torch_metadata.TensorProperties(dtype=torch.float32)
     chunks = [torch_metadata.ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 4])) for row in range(n_chunks)]
     names = [f"model.layers.{index}.weight" for index in range(n_tensors)]
     tensors = {name: torch_metadata.TensorStorageMetadata(properties, shape, chunks) for name in names}
     storage = {
-        torch_metadata.MetadataIndex(name, chunk.offsets): _StorageInfo(f"__{row}_0.distcp", 100 * index, 100)
+        torch_metadata.MetadataIndex(name, chunk.offsets): _StorageInfo(f"__{row}_0.distcp", 1000 * index, 1000)
         for index, name in enumerate(names)
         for row, chunk in enumerate(chunks)
     }
@@ -238,7 +238,7 @@ def test_r57_150_000_chunks_are_summarized_not_listed(tmp_path):
         pickle.dump(large_metadata(300, 512), file)
     for rank in range(512):
         with open(tmp_path / f"__{rank}_0.distcp", "wb") as file:
-            file.truncate(300 * 100)
+            file.truncate(300 * 1000)
     done = run("inspect", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()

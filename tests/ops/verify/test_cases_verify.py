@@ -512,7 +512,7 @@ def test_r53_values_tell_nothing_of_replicas(tmp_path):
 
 def test_r57_150_000_chunks_in_512_files_cost_a_few_bytes_of_each(tmp_path, monkeypatch):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(large_metadata(300, 512), 4))
-    item = b"PK\x03\x04" + bytes(74) + b"PK\x05\x06" + bytes(18)  # all that the default level looks at
+    item = b"PK\x03\x04" + bytes(974) + b"PK\x05\x06" + bytes(18)  # all that the default level looks at
     for rank in range(512):
         (tmp_path / f"__{rank}_0.distcp").write_bytes(item * 300)
     reads = count_reads(monkeypatch)
