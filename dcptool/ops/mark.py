@@ -10,7 +10,8 @@ from dcptool.checks.check import Level
 from dcptool.errors import ItemError, OutputExistsError, StorageError, UnsupportedError
 from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, Marker, is_marker, sha256
 from dcptool.formats.table import is_metadata, is_own_name
-from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
 from dcptool.runs.activity import list_files
 from dcptool.runs.directory import runs_at
 from dcptool.storage import Location, Progress, is_temporary, join, locate, walk

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from dcptool.checkpoint.findings import Finding
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError, UnsupportedError
 from dcptool.formats.table import vouching
-from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions
 from dcptool.ops.verify.verify import verify
 from dcptool.runs.activity import last_written, list_files, negative_sign
 from dcptool.runs.directory import Run, listed, runs_at

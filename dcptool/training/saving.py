@@ -18,7 +18,8 @@ from dcptool.formats.dcp.format import METADATA, data_file_rank, rank_metadata
 from dcptool.formats.marker import FOREIGN, NAME, Marker
 from dcptool.ops.mark import make_marker
 from dcptool.ops.prune import Deleted, delete_steps, make_plan
-from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State, VerifyOptions
 from dcptool.runs.directory import find_runs
 from dcptool.runs.order import in_order
 from dcptool.storage import LocalStorage, Storage, is_url, join, locate, storage_at

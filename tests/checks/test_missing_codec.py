@@ -15,7 +15,8 @@ from dcptool.checkpoint.kinds import Severity
 from dcptool.checks import items
 from dcptool.errors import ItemError, StorageError
 from dcptool.ops.prune import plan_prune
-from dcptool.ops.verify.verdict import State, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State
 from dcptool.storage.local import LocalStorage
 from tests import damage
 from tests.conftest import FOREIGN, OLD, run

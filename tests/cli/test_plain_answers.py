@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import dcptool.cli  # noqa: F401 - its modules are patched
-from dcptool.ops.verify.verdict import State, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State
 from tests import damage
 from tests.conftest import FOREIGN, run
 

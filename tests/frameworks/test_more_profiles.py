@@ -10,7 +10,8 @@ import pytest
 from dcptool.frameworks.profile import Follow
 from dcptool.frameworks.table import PROFILES
 from dcptool.ops.latest import find_latest
-from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State, VerifyOptions
 from tests.conftest import FOREIGN
 
 PLAIN = {"state": {"model": {"w": 1}, "optimizers": {"Adam": {"step": 1}}, "timestamp": {"Timestamp": 5}}}

@@ -12,7 +12,8 @@ import pytest
 import dcptool
 from dcptool.checks.check import Level
 from dcptool.frameworks.table import profile_of
-from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State, VerifyOptions
 from tests.conftest import FOREIGN, OLD, UNREAD, run
 from tests.run_steps import prune
 

@@ -14,7 +14,8 @@ import pytest
 import dcptool
 from dcptool.checks.check import Level
 from dcptool.frameworks.table import PROFILES
-from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State, VerifyOptions
 from tests.conftest import FOREIGN, run
 
 pytestmark = pytest.mark.torchfree

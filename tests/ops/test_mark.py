@@ -14,7 +14,8 @@ from dcptool.checks.check import Level
 from dcptool.errors import ItemError, OutputExistsError, StorageError, UnsupportedError
 from dcptool.formats.marker import FOREIGN as FOREIGN_MARKERS
 from dcptool.formats.marker import NEGATIVE, is_marker
-from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State, VerifyOptions
 from dcptool.storage import LocalStorage, locate
 from tests import damage
 from tests.conftest import OLD
@@ -84,7 +85,7 @@ class TestMarkers:
         assert judge(folder / "step_2").state is State.INCOMPLETE
 
     def test_what_changes_while_it_is_looked_at_is_in_progress(self, run_of, monkeypatch):
-        import dcptool.ops.verify.verdict as module
+        import dcptool.ops.verify.parts as module
 
         folder = run_of("step_1")
         check = module.check

@@ -15,7 +15,8 @@ from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.ops.prune import Decision, PrunePlan, delete_steps, make_plan, plan_prune
-from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State, VerifyOptions
 from dcptool.runs.directory import find_runs
 from dcptool.runs.pointers import read_pointers
 from dcptool.storage import LocalStorage, locate

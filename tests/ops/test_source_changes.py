@@ -10,7 +10,8 @@ import pytest
 
 import dcptool
 from dcptool.errors import StorageError
-from dcptool.ops.verify.verdict import State, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State
 from tests.conftest import FOREIGN, OLD
 
 SOURCE = FOREIGN / "xver_t2130"
@@ -99,7 +100,7 @@ def test_k_mark(step, monkeypatch, checksums):
 
 @pytest.mark.torchfree
 def test_k_verify(step, monkeypatch):
-    import dcptool.ops.verify.verdict as module
+    import dcptool.ops.verify.parts as module
 
     during(monkeypatch, module, "_check", lambda: rewritten(step, "__0_0.distcp"))
     verdict = judge(step)

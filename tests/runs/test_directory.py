@@ -13,7 +13,8 @@ import dcptool
 from dcptool.checks.check import Level
 from dcptool.errors import StorageError, UnsupportedError
 from dcptool.ops.prune import delete_steps, make_plan
-from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State, VerifyOptions
 from dcptool.ops.verify.verify import compare_steps
 from tests import damage
 from tests.conftest import FOREIGN, OLD

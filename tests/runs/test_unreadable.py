@@ -15,7 +15,8 @@ import pytest
 import dcptool
 from dcptool.errors import StorageError
 from dcptool.ops.prune import make_plan
-from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State, VerifyOptions
 from dcptool.storage import LocalStorage, base
 from tests.conftest import OLD, ROOT
 from tests.conftest import run as cli

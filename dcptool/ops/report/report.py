@@ -21,7 +21,8 @@ from dcptool.ops.inspect.summary import summarize_checkpoint
 from dcptool.ops.replacing import replaced
 from dcptool.ops.report.document import describe
 from dcptool.ops.report.html import to_html
-from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State, VerifyOptions
 from dcptool.storage import Progress, base_name, is_url, join, write_pieces
 
 WRITE_NBYTES = 1 << 20

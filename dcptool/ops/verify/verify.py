@@ -9,8 +9,9 @@ from typing import NamedTuple
 from dcptool.checkpoint.findings import Finding, errors, state_of, worst_first
 from dcptool.errors import CheckpointNotFoundError, StorageError
 from dcptool.formats.detect import open_part
+from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.siblings import compare_steps
-from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions, judge, unreadable
+from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions, unreadable
 from dcptool.runs.activity import exists
 from dcptool.runs.directory import Run, run_at
 from dcptool.runs.order import Save, contradiction, in_order, later_by_time

@@ -20,7 +20,8 @@ from dcptool.checkpoint import selection
 from dcptool.checkpoint.selection import Renaming
 from dcptool.errors import DcptoolError, ItemError, LayoutError, OutputExistsError, StorageError, UnsupportedError
 from dcptool.ops.convert.convert import ConvertOptions, convert
-from dcptool.ops.verify.verdict import State, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State
 from dcptool.storage import LocalStorage
 from tests import damage
 from tests.conftest import FOREIGN, PARTS, WHOLE

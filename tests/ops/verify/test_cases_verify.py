@@ -32,7 +32,8 @@ import dcptool
 from dcptool.checks.check import Level
 from dcptool.errors import CheckpointNotFoundError, ItemError
 from dcptool.ops.prune import make_plan
-from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
 from tests.conftest import FOREIGN, OLD, ROOT
 from tests.conftest import run as cli
 from tests.damage import copy, edit_metadata, flip_byte, truncate

@@ -20,7 +20,8 @@ import pytest
 import dcptool
 from dcptool.checks.check import Level
 from dcptool.ops.mark import mark_complete
-from dcptool.ops.verify.verdict import State, VerifyOptions, judge
+from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.verdict import State, VerifyOptions
 from tests import damage
 from tests.conftest import FOREIGN, PARTS
 

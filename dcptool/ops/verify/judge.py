@@ -1,0 +1,143 @@
+"""Judge one folder: the checkpoints in it, its marker, the files beside them, and whether somebody writes there.
+
+A folder may be one checkpoint, or hold several parts that belong together (model and optimizer, actor and critic); it
+is as good as the worst of them, and has one marker for all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+from dcptool.checkpoint.checkpoint import Checkpoint
+from dcptool.checkpoint.findings import Finding, inside, state_of, worst_first
+from dcptool.checkpoint.kinds import Effect
+from dcptool.checkpoint.steps import step_number
+from dcptool.checks.check import Level
+from dcptool.checks.side_files import SideFiles, look_at, patterns_of
+from dcptool.checks.steps import Resume, is_known, not_read, resume_of
+from dcptool.formats.detect import find_parts
+from dcptool.formats.marker import NAME, Marker, checksum_problems, marker_problems, read_marker
+from dcptool.formats.table import beside
+from dcptool.frameworks.profile import SavedStep
+from dcptool.frameworks.values import reader
+from dcptool.ops.verify.parts import FoundParts, check_parts
+from dcptool.ops.verify.verdict import DEFAULTS, MADE_HERE, State, Verdict, VerifyOptions
+from dcptool.runs.activity import folders_of, last_written, list_files, sign_of_writing
+from dcptool.storage import Location, Progress, base_name, locate
+
+
+def judge(
+    path: str | os.PathLike[str],
+    options: VerifyOptions = DEFAULTS,
+    progress: Progress | None = None,
+    opened: Checkpoint | None = None,
+) -> Verdict:
+    """Judge one folder, or one file.
+
+    Args:
+        path: local path or URL.
+        options: what is asked.
+        progress: told the number of bytes as they are read.
+        opened: the checkpoint at `path` itself, if somebody has opened it already.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at that path.
+        StorageError: it cannot be listed.
+    """
+    location = locate(path, options.also)
+    listing = list_files(location)
+    files = {name: entry.nbytes for name, entry in listing.items()}
+    names = [""] if location.file is not None else [part.name for part in find_parts(location, below_whole=True)]
+    marker, problems = _markers(location, files, names, options)
+    valid = marker is not None and not problems
+    saved = SavedStep(base_name(location.path), files, {}, reader(location.storage, files))
+    by_files = location.file is None and not names and is_known(saved)
+    found = FoundParts() if by_files else check_parts(location, names, listing, options, progress, opened)
+    problems += found.findings
+    saved = saved._replace(parts=found.opened)
+    side_files = SideFiles()
+    resume = Resume()
+    if by_files or (found.opened and location.file is None):
+        side_files = _look_beside(location, saved, options)
+        made_here = valid and marker and marker.writer in MADE_HERE
+        resume, missing = resume_of(saved, side_files.names, as_it_is=bool(made_here))
+        problems += [*side_files.findings, *missing]
+        problems += not_read(saved, side_files, options.level) if by_files else []
+    problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
+    if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
+        problems = [problem for problem in problems if problem.kind != "mixed-times"]
+    if options.require_marker and marker is None and not _is_about_marker(problems):
+        message = f"there is no marker {options.marker}"
+        named = f"--marker {options.marker} " if options.marker != NAME else ""
+        step = f"dcptool mark {named}{location.path}"
+        problems.append(Finding.of("no-marker", message, next_step=step))
+    state = State.OTHER if found.other else State(state_of(problems))
+    sign = sign_of_writing(location, listing, names, problems, None if marker else options.grace)
+    if sign and not found.other:
+        state = State.IN_PROGRESS
+    return Verdict(
+        location.path,
+        base_name(location.path),
+        step_number(base_name(location.path)),
+        state,
+        marker,
+        found.parts,
+        tuple(worst_first([sign, *problems] if sign else problems)),
+        len(files),
+        sum(files.values()),
+        last_written(location, listing),
+        options.level,
+        found.tally,
+        resume,
+        tuple(dict.fromkeys(fqn.partition(".")[0] for part in found.opened.values() for fqn in part)),
+        side_files,
+        patterns_of(files, options.marker),
+    )
+
+
+def _look_beside(location: Location, step: SavedStep, options: VerifyOptions) -> SideFiles:
+    """Look at the files of a step that no checkpoint in it uses."""
+    used = {f"{part}/{name}" if part else name for part, found in step.parts.items() for name in found.usage}
+    files = {name: step.files[name] for name in beside(step.files, options.marker) if name not in used}
+    return look_at(location.storage, files, options.level, options.threads)
+
+
+def _markers(
+    location: Location, files: Mapping[str, int], parts: Sequence[str], options: VerifyOptions
+) -> tuple[Marker | None, list[Finding]]:
+    """Read the markers of a folder and of its parts, and compare them with what is there.
+
+    Returns:
+        The marker of the folder; if it has none, but each of its parts has, that of the first. And what is wrong with
+        any of them.
+    """
+    markers: dict[str, Marker] = {}
+    problems: list[Finding] = []
+    for folder in folders_of(parts):
+        prefix = f"{folder}/" if folder else ""
+        storage = location.storage.below(folder) if folder else location.storage
+        there = {name.removeprefix(prefix): nbytes for name, nbytes in files.items() if name.startswith(prefix)}
+        marker, wrong = read_marker(storage, there, options.marker)
+        if marker:
+            markers[folder] = marker._replace(name=prefix + marker.name)
+            wrong += marker_problems(marker, storage, there)
+            wrong += checksum_problems(marker, storage, there) if options.level >= Level.DEEP else []
+        problems += [inside(folder, finding) for finding in wrong]
+    covered = [next((folder for folder in folders_of([part]) if folder in markers), None) for part in parts]
+    first = next((folder for folder in covered if folder is not None), None)
+    if "" in markers:
+        return markers[""], problems
+    return (markers[first] if first is not None and None not in covered else None), problems
+
+
+def _is_about_marker(problems: Iterable[Finding]) -> bool:
+    return any(problem.traits.effect is Effect.UNMARKED for problem in problems)
+
+
+def _missing_part(name: str) -> Finding:
+    return Finding.of("missing-part", f"the part {name} is missing", name)
+
+
+def _is_there(name: str, files: Mapping[str, int]) -> bool:
+    return any(file == name or file.startswith(f"{name.rstrip('/')}/") for file in files)
