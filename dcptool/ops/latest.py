@@ -138,7 +138,7 @@ def find_latest(
     if answer is None:
         answer = next((verdict for verdict in skipped if verdict.state is State.COMPLETE), None)
         skipped = skipped[: skipped.index(answer)] if answer else skipped
-    pointers = pointer_problems(run, read_pointers(run), answer.name if answer else None)
+    pointers = pointer_problems(names, read_pointers(run), answer.name if answer else None)
     order = _order_notes(run, answer, saves, options) if answer and not options.by else ()
     return Latest(run.path, answer, tuple(skipped), (*pointers, *run.notes), order=order)
 

@@ -12,7 +12,7 @@ from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, Mar
 from dcptool.formats.table import is_metadata, is_own_name
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
-from dcptool.runs.activity import list_files
+from dcptool.runs.activity import list_files, remove_left_behind
 from dcptool.runs.directory import runs_at
 from dcptool.storage import Location, Progress, is_temporary, join, locate, walk
 
@@ -77,6 +77,7 @@ def mark_complete(
     if list_files(location) != before:
         message = f"{verdict.path} changed while it was read, not marked"
         raise StorageError(message, next_step="Somebody saves there: mark it when that is done.")
+    remove_left_behind(location)
     location.storage.write(marker, made.document())
     return Marked(join(location.path, marker), made, verdict)
 

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
+from dcptool.checks.check import Level
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, ItemError, OutputExistsError
 from dcptool.formats.dcp.format import METADATA, data_file_rank, rank_metadata
 from dcptool.formats.marker import FOREIGN, NAME, Marker
 from dcptool.ops.mark import make_marker
-from dcptool.ops.prune import Deleted, delete_steps, make_plan
+from dcptool.ops.prune.delete import Deleted, delete_steps
+from dcptool.ops.prune.prune import make_plan
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, VerifyOptions
 from dcptool.runs.directory import find_runs
@@ -177,7 +179,8 @@ def tidy(root: str, step: int, keep: int | None, archive_every: int | None) -> D
             elif keep is None:
                 decision = decision._replace(keep=True)
             decisions.append(decision)
-        deleted = delete_steps(plan._replace(decisions=tuple(decisions)), NO_GRACE)
+        # The newest is what this job has written, synced and looked at a moment ago.
+        deleted = delete_steps(plan._replace(decisions=tuple(decisions)), NO_GRACE, proof=Level.METADATA)
     except DcptoolError as error:
         logger.warning("no old checkpoint was deleted: %s", error)
         return Deleted((), 0, ())

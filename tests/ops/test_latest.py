@@ -14,7 +14,7 @@ from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checks.check import Level
 from dcptool.errors import CheckpointNotFoundError
-from dcptool.ops.prune import make_plan
+from dcptool.ops.prune.prune import make_plan
 from dcptool.runs.directory import find_runs
 from dcptool.runs.pointers import read_pointers
 from dcptool.storage import LocalStorage, locate
