@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
+from dcptool.checks.check import Level
 from dcptool.checks.side_files import patterns_of
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError
 from dcptool.formats.detect import find_parts, open_part
@@ -110,18 +111,17 @@ def find_latest(
         CheckpointNotFoundError: there is no such directory.
         StorageError: it cannot be listed; or the newest step cannot be read, which says nothing against it.
     """
-    location = locate(run_dir)
+    location = locate(run_dir, options.also)
     if location.file is not None:
         raise CheckpointNotFoundError(f"{location.path} is a file, no run directory")
     runs = find_runs(location)
     if len(runs) != 1:
         return Latest(location.path, None, (), (), listed(location.path, runs))
     run = runs[0]
-    options = options._replace(also=())
-    storage = locate(run.path).storage
+    storage = run.below(location.storage)
     skipped: list[Verdict] = []
     answer: Verdict | None = None
-    saves = in_order(run, options.marker, options.by)
+    saves = in_order(run, options.marker, options.by, storage)
     names = [save.name for save in saves]
     newest_first = names[: names.index(before) if before in names else len(names)][::-1]
     for position, name in enumerate(newest_first):
@@ -147,7 +147,7 @@ def _order_notes(run: Run, answer: Verdict, saves: Sequence[Save], options: Veri
     """Return that a complete step was written long after the answer, though its number is lower, if one was."""
     newest = next(save for save in saves if save.name == answer.name)
     for later in later_by_time(run, saves, answer.name, options.marker)[:MAX_SIBLINGS]:
-        verdict = judge_step(run, later.name, options)
+        verdict = judge_step(run, later.name, options._replace(level=Level.METADATA))
         if verdict and verdict.state is State.COMPLETE:
             return (contradiction(later, newest),)
     return ()

@@ -42,15 +42,16 @@ class Save(NamedTuple):
     written: float | None
 
 
-def in_order(run: Run, marker: str = NAME, by: str | None = None) -> tuple[Save, ...]:
+def in_order(run: Run, marker: str = NAME, by: str | None = None, storage: Storage | None = None) -> tuple[Save, ...]:
     """Return the steps of a run, the one saved first first.
 
     Args:
         run: the run directory.
         marker: name of the markers' files.
         by: "number" or "time" to go by the steps' numbers, or by time, alone.
+        storage: of the run directory, where it is in several halves.
     """
-    storage = locate(run.path).storage
+    storage = storage or locate(run.path).storage
     if len(run.steps) <= _FEW and not is_url(run.path):
         saves = [_save(storage, name, marker, by == "time") for name in run.steps]
     else:
