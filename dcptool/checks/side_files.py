@@ -87,7 +87,7 @@ def patterns_of(files: Iterable[str], marker: str) -> frozenset[str]:
     Only those of kinds that trainers keep state in: other files may come and go. Numbers stay where a trainer gives a
     file the same one in each step.
     """
-    names = [name for name in beside(files, marker) if name.endswith(_OF_STATE)]
+    names = beside((name for name in files if name.endswith(_OF_STATE)), marker)
     return frozenset(name if is_regular(name) else re.sub(r"\d+", "N", name) for name in names)
 
 

@@ -154,7 +154,7 @@ class TestCommandLine:
 class TestHowClosely:
     @pytest.fixture
     def folder(self, tmp_path):
-        """A run whose newest step has a broken header, the one before it a wrong value, both in the middle of a file."""
+        """A run whose newest step has a broken header, the one before it a wrong value: in the middle of files."""
         from dcptool.checkpoint.items import FileItems
 
         folder = steps(tmp_path / "run", "step_1", "step_2", "step_3")
