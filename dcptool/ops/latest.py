@@ -123,9 +123,9 @@ def find_latest(
     answer: Verdict | None = None
     saves = in_order(run, options.marker, options.by, storage)
     names = [save.name for save in saves]
-    newest_first = names[: names.index(before) if before in names else len(names)][::-1]
-    for position, name in enumerate(newest_first):
-        verdict = judge_step(run, name, options)
+    newest_first = saves[: names.index(before) if before in names else len(names)][::-1]
+    for position, save in enumerate(newest_first):
+        verdict = judge_step(run, save.name, options)
         if verdict is None:  # deleted meanwhile
             continue
         verdict = _beside_older(verdict, storage, newest_first[position + 1 :], options)
@@ -153,20 +153,21 @@ def _order_notes(run: Run, answer: Verdict, saves: Sequence[Save], options: Veri
     return ()
 
 
-def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[str], options: VerifyOptions) -> Verdict:
+def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[Save], options: VerifyOptions) -> Verdict:
     """Return the verdict on a step with what only comparing it with older ones shows."""
     if verdict.state is not State.COMPLETE:
         return verdict
-    siblings = [found for name in older[:MAX_SIBLINGS] if (found := _sibling(storage, name, options.marker))]
+    siblings = [found for save in older[:MAX_SIBLINGS] if (found := _sibling(storage, save.name, options.marker))]
     verdict = lacking_parts(verdict, len(siblings), common_of(found.parts for found in siblings))
     verdict = lacking_files(verdict, len(siblings), common_of(found.patterns for found in siblings))
     if verdict.state is State.COMPLETE and verdict.resumable is not False and not has_optimizer(verdict.groups):
         groups = [found.groups(storage) for found in siblings]
         verdict = lacking_groups(verdict, len(siblings), common_of(groups))
     if verdict.state is State.COMPLETE and verdict.marker is None:
-        for other in older:
-            if is_of_save(marker_in(storage.below(other), options.marker)):
-                return without_marker(verdict, other)
+        for save in older:
+            known = save.of_save
+            if is_of_save(marker_in(storage.below(save.name), options.marker)) if known is None else known:
+                return without_marker(verdict, save.name)
     return verdict
 
 
