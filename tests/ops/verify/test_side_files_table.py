@@ -1,7 +1,7 @@
-"""Every way to damage a file beside a checkpoint, by the kind of file: which level finds it, and what it makes of the step.
+"""Every way to damage a file beside a checkpoint, by its kind: which level finds it, and what it makes of the step.
 
-A cell is the state and the lowest level that shows it; `marker` says that nothing in such a file tells, and that a marker
-with checksums does.
+A cell is the state and the lowest level that shows it; `marker` says that nothing in such a file tells, and that a
+marker with checksums does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FILES = {
 
 
 def place_in(file: Path) -> int:
-    """Place of a byte that only a checksum can prove: in a record of a zip, in a value of a pickle, in a name of JSON."""
+    """Place of a byte that only a checksum proves: in a record of a zip, a value of a pickle, a name of JSON."""
     data = file.read_bytes()
     if not zipfile.is_zipfile(file):
         return data.rindex(b"\x01" if file.suffix == ".pkl" else b"log_history")
