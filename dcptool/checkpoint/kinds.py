@@ -108,6 +108,11 @@ KINDS = {
     "stale-marker": _error("the marker is of another save than the metadata", Effect.UNMARKED),
     "changed-file": _error("a file is not what was marked"),
     "being-written": _warning("why it counts as in progress", unfinished=True),
+    "unfinished-save": _error(
+        "a save of `CheckpointManager` began here and did not finish: `_SAVING` is there and `_COMPLETE` is not",
+        _MISSING,
+        unfinished=True,
+    ),
     # Items, and the places the metadata gives them.
     "misplaced-item": _error("an item is not where the metadata says"),
     "short-item": _error("an item has fewer bytes than its values need"),
@@ -209,6 +214,7 @@ KINDS = {
     "wrong-pointer": _warning("a pointer names a step that is not complete"),
     "dangling-pointer": _warning("a pointer names a step that is not there"),
     "unreadable-pointer": _warning("a pointer cannot be read"),
-    # Of a run: what was saved last.
+    # Of a run: who saves to it, and what was saved last.
+    "run-held": _note("a job saves to this run now, as its `_LEASE` says"),
     "order-unclear": _warning("a step was written long after one with a higher number"),
 }

@@ -22,6 +22,8 @@ NAME = "_COMPLETE"
 SCHEMA = 1
 WRITERS = ("save", "mark", "convert", "reshard")
 FOREIGN = ("_SUCCESS", "SUCCESS", ".complete", "COMPLETE", "_complete", "commit_success.txt", "STABLE", "DONE", ".done")
+SAVING = "_SAVING"
+"""What `CheckpointManager` writes first into a step, and removes once `_COMPLETE` is there."""
 NEGATIVE = (".incomplete", "INCOMPLETE", "_INCOMPLETE", ".in_progress", "IN_PROGRESS")
 NEGATIVE_SUFFIX = "-unfinished"
 """A sibling named like the checkpoint with this added says that it is being written."""
@@ -138,8 +140,16 @@ def is_of_save(marker: Marker | None) -> bool:
 
 
 def negative_marker(files: Collection[str]) -> str | None:
-    """Return the name of a file that says the checkpoint is being written, None if there is none."""
+    """Return the name of a file that says the checkpoint is being written, None if there is none.
+
+    `SAVING` is not among them: what a save that was killed leaves must not be taken for one that goes on for ever.
+    """
     return next((name for name in NEGATIVE if name in files), None)
+
+
+def is_unfinished(files: Collection[str]) -> bool:
+    """Tell whether a save of `CheckpointManager` began in a folder, and has not finished."""
+    return SAVING in files and NAME not in files
 
 
 def _fields(storage: Storage, name: str, nbytes: int) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.format import Format
 from dcptool.formats.dcp import format as dcp
 from dcptool.formats.dcp.reader import open_dcp
-from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX
+from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, SAVING
 from dcptool.formats.safetensors import format as safetensors
 from dcptool.formats.safetensors.reader import open_safetensors
 from dcptool.formats.torch_save import format as torch_save
@@ -70,7 +70,7 @@ def is_own_name(name: str) -> bool:
 
 def beside(files: Iterable[str], marker: str = NAME) -> list[str]:
     """Return the files that by their names belong to no checkpoint and no marker: what a trainer put beside them."""
-    markers = {marker, NAME, *FOREIGN, *NEGATIVE}
+    markers = {marker, NAME, SAVING, *FOREIGN, *NEGATIVE}
 
     def is_beside(name: str) -> bool:
         last = name.rpartition("/")[2]

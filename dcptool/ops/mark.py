@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from dcptool.checks.check import Level
 from dcptool.errors import ItemError, OutputExistsError, StorageError, UnsupportedError
-from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, Marker, is_marker, sha256
+from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, SAVING, Marker, is_marker, sha256
 from dcptool.formats.table import is_metadata, is_own_name
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
@@ -88,7 +88,7 @@ def name_problem(name: str) -> str:
         return f"{name!r} is no plain file name"
     if is_temporary(name) or name.endswith(NEGATIVE_SUFFIX) or is_own_name(name):
         return f"{name!r} is a name that files of checkpoints have"
-    if name in NEGATIVE:
+    if name in (*NEGATIVE, SAVING):
         return f"{name!r} says that a checkpoint is being written"
     return ""
 
@@ -96,7 +96,7 @@ def name_problem(name: str) -> str:
 def make_marker(location: Location, verdict: Verdict, name: str, checksums: bool) -> Marker:
     """Describe the files of a folder as they are now; who saved them, and how long it took, an old marker knows."""
     storage = location.storage
-    ours = {name, NAME, *FOREIGN, *NEGATIVE}
+    ours = {name, NAME, SAVING, *FOREIGN, *NEGATIVE}
     files = {entry.name: entry.nbytes for entry in walk(storage) if entry.name not in ours}
     valid = verdict.marker is not None and verdict.marker.name == name and verdict.state is State.COMPLETE
     old = verdict.marker if valid else None

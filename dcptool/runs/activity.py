@@ -19,6 +19,7 @@ CLOCKS_APART_SECONDS = 60.0
 """Clocks of two machines may differ by so much; what is later was written in the future, and that is said."""
 _NOT_YET = {
     "no-metadata": "no metadata yet",
+    "unfinished-save": "not marked yet",
     "rank-metadata-missing": "metadata of some ranks not yet there",
     "missing-side-file": "files beside the checkpoint not yet there",
     "cut-side-file": "files beside the checkpoint not yet whole",

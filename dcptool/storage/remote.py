@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import suppress
 from typing import Any
 
@@ -110,6 +111,33 @@ class FsspecStorage:
         with translated(self._url(name), StorageError, writes=True):
             self._filesystem.pipe_file(self._path(name), data)
 
+    def write_if(self, name: str, data: bytes, version: str | None) -> bool:
+        """Write a small object if what is there is of this version; None: if nothing is there.
+
+        S3 decides that itself, other stores where fsspec's file system can ask for it (`mode="create"`). Elsewhere a
+        look just before decides, and of two who write at once, both may be told yes.
+
+        Returns:
+            Whether it was written.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        there = self.entry(name)
+        if (there is None) != (version is None) or (there and version not in ("", there.version)):
+            return False
+        with translated(self._url(name), StorageError, writes=True):
+            for condition in (*_conditions(self._filesystem, version), {}):
+                try:
+                    self._filesystem.pipe_file(self._path(name), data, **condition)
+                    return True
+                except Exception as error:
+                    if isinstance(error, FileExistsError | FileNotFoundError) or _said(error) in _NOT_SO:
+                        return False
+                    if not condition or _said(error) not in _NOT_KNOWN:
+                        raise
+        return False
+
     def create(self, name: str) -> RemoteSink:
         with translated(self._url(name), StorageError, writes=True):
             if self._filesystem.exists(self._path(name)):
@@ -157,6 +185,27 @@ class RemoteSink:
             self._opened.close()
         with suppress(Exception):
             self._opened.discard()
+
+
+_NOT_SO = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
+_NOT_KNOWN = ("NotImplemented", "501", "ParamValidationError")
+"""What stores, and old libraries for them, say of a condition that they know nothing of."""
+
+
+def _conditions(filesystem: Any, version: str | None) -> list[dict[str, str]]:
+    """Return how to have a store look for itself, as arguments of `pipe_file`; none where it cannot be asked."""
+    protocols = filesystem.protocol
+    if "s3" in ((protocols,) if isinstance(protocols, str) else protocols):
+        return [{"IfMatch": version}] if version else [{"IfNoneMatch": "*"}] if version is None else []
+    takes_mode = "mode" in inspect.signature(filesystem.pipe_file).parameters
+    return [{"mode": "create"}] if version is None and takes_mode else []
+
+
+def _said(error: Exception) -> str:
+    """Return the code of a store's error, else the name of its class."""
+    cause = error.__cause__ or error
+    response = getattr(cause, "response", None)
+    return str(response.get("Error", {}).get("Code")) if isinstance(response, dict) else type(cause).__name__
 
 
 def _version_of(item: dict[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ Decides when what is done, and that all ranks do the same; how is in `saving`, `
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -18,11 +19,13 @@ from typing import Any
 
 from dcptool.errors import TrainingError
 from dcptool.storage import is_url, join
+from dcptool.training.lease import RunLease
 from dcptool.training.ranks import Ranks
 from dcptool.training.restoring import Restored, load_model_only, restore_newest
-from dcptool.training.saving import Times, make_room, mark_saved, step_name, tidy, write
+from dcptool.training.saving import Times, clear_unfinished, make_room, mark_saved, step_name, tidy
 from dcptool.training.staging import Stager
 from dcptool.training.state import TrainState, digests_of
+from dcptool.training.writing import write
 
 logger = logging.getLogger("dcptool.training")
 
@@ -35,12 +38,18 @@ class CheckpointManager:
     `_COMPLETE` is written when the data of all ranks and the metadata are, and only then older steps are deleted, so
     whatever kills the job, `restore` finds the last step that has one. What fails on one rank, all ranks raise.
 
+    From its first save on it holds the lease of the run directory, the file `_LEASE`: another manager's save is refused
+    then. A lease whose process has ended, or that was not renewed for `lease_seconds`, is taken over, and the manager
+    it was taken from saves no more.
+
     Args:
         root: the run directory: a path all ranks share, or an fsspec URL; made if it is not there.
         keep: how many of the newest complete steps are kept; None keeps all.
         archive_every: steps whose number is a multiple of this are kept too.
         stop_on: signals that make `should_stop` true; the handlers there were before are called too.
         timeout: how long a rank waits for the others, None for torch's half hour.
+        lease_seconds: how long a lease lasts that is not renewed (it is, six times in that time), and the longest that
+            the first save waits for another job to end.
 
     Example:
         >>> with CheckpointManager("run", keep=3) as manager:
@@ -55,15 +64,20 @@ class CheckpointManager:
         *,
         stop_on: tuple[signal.Signals, ...] = (signal.SIGTERM,),
         timeout: timedelta | None = None,
+        lease_seconds: float = 60.0,
     ) -> None:
         if (keep is not None and keep < 1) or (archive_every is not None and archive_every < 1):
             raise ValueError("keep and archive_every must be at least 1")
+        if not 0 < lease_seconds < math.inf:
+            raise ValueError("lease_seconds must be more than 0")
         path = os.fspath(root)
         self.root = path if is_url(path) else os.path.abspath(path.removeprefix("file://"))
         self.keep, self.archive_every = keep, archive_every
         self._ranks = Ranks(timeout)
         self._upload_ranks = Ranks(timeout)  # of the background thread: two threads must not share a group
         self._stager = Stager()
+        self._lease = RunLease(self.root, lease_seconds)
+        self._left_over = True  # there may be something of saves that did not finish
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcptool-save")
         self._uploading: Future[str] | None = None
         self._resumed_from: int | None = None
@@ -192,15 +206,18 @@ class CheckpointManager:
         """Tell whether any rank has been told to stop; call it on all ranks after the same steps.
 
         Raises:
-            TrainingError: the save in the background has failed.
+            TrainingError: the save in the background has failed, or another job has taken over the run directory.
         """
         self._require_open()
         save = self._uploading
         failed = save is not None and save.done() and save.exception() is not None
-        told = self._ranks.gather((self._signalled, failed))
-        if any(failed for _, failed in told):
+        told = self._ranks.gather((self._signalled, failed, self._lease.lost))
+        if any(failed for _, failed, _ in told):
             self.wait()
-        return any(stop for stop, _ in told)
+        lost = next((lost for _, _, lost in told if lost), "")
+        if lost:
+            raise TrainingError(lost)
+        return any(stop for stop, _, _ in told)
 
     def close(self) -> None:
         """Finish the save in the background, give everything back; can be called again.
@@ -227,7 +244,16 @@ class CheckpointManager:
             raise TrainingError(f"all ranks must save one step, a number from 0 on, in one directory; {said}")
         path = join(self.root, step_name(step))
         self._ranks.agree(f"{path} was not saved", lambda: _require_state(state))
-        self._ranks.on_first(f"{path} was not saved", lambda: make_room(self.root, step))
+
+        def prepare() -> str:
+            self._lease.hold(lambda: clear_unfinished(self.root))
+            if self._left_over:
+                clear_unfinished(self.root)
+            make_room(self.root, step, self._lease.id)
+            return self._lease.id
+
+        self._lease.join(self._ranks.on_first(f"{path} was not saved", prepare))
+        self._left_over = True  # until it is marked
         return path
 
     def _state_of(self, state: TrainState, path: str) -> dict[str, Any]:
@@ -243,10 +269,11 @@ class CheckpointManager:
 
     def _write(self, path: str, step: int, tree: dict[str, Any], ranks: Ranks, times: Callable[[], Times]) -> None:
         """Write a step, mark it once all ranks have, and delete older ones; in whichever thread."""
-        ranks.agree(f"{path} was not saved", lambda: write(tree, path, ranks.group))
+        ranks.agree(f"{path} was not saved", lambda: write(tree, path, ranks.group, self._lease.confirm))
 
         def finish() -> None:
-            mark_saved(path, step, ranks.world_size, times(), self._resumed_from)
+            mark_saved(path, step, ranks.world_size, times(), self._resumed_from, self._lease.confirm)
+            self._left_over = False
             logger.info("saved %s", path)
             tidy(self.root, step, self.keep, self.archive_every)
 
@@ -284,6 +311,10 @@ class CheckpointManager:
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
         self._handlers = {}
         self._thread.shutdown(wait=False)
+        if self._uploading is None:
+            self._lease.release()
+        else:  # a save that is on its way may still be marked
+            self._uploading.add_done_callback(lambda _: self._lease.release())
 
     def _require_open(self) -> None:
         if self._closed:

@@ -180,7 +180,7 @@ def _look(root: str, before: str | None) -> _Looked:
 
 def _has_existed(verdict: Verdict) -> bool:
     """Tell whether a folder shows that there was a finished save in it."""
-    if verdict.state is State.OTHER:
+    if verdict.state is State.OTHER or any(finding.kind == "unfinished-save" for finding in verdict.findings):
         return False
     unfinished = all(finding.traits.unfinished for finding in verdict.findings)
     return bool(verdict.parts) or verdict.marker is not None or not unfinished

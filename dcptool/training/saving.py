@@ -1,35 +1,39 @@
-"""What a save does to a run directory: make room for a step, write it with torch, mark it, delete older ones.
+"""What a save does to a run directory: make room for a step, mark it, delete older ones. Done by one rank.
 
-All but the writer is done by one rank. Knows no collectives.
+Between the first two `writing` writes it, on all ranks. Knows no collectives.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from datetime import datetime, timezone
+from typing import NamedTuple
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-
+from dcptool.checkpoint.findings import state_of
 from dcptool.checks.check import Level
-from dcptool.errors import CheckpointNotFoundError, DcptoolError, ItemError, OutputExistsError
+from dcptool.errors import CheckpointNotFoundError, DcptoolError, ItemError, OutputExistsError, StorageError
 from dcptool.formats.dcp.format import METADATA, data_file_rank, rank_metadata
-from dcptool.formats.marker import FOREIGN, NAME, Marker
+from dcptool.formats.marker import FOREIGN, NAME, SAVING, Marker, is_unfinished
 from dcptool.ops.mark import make_marker
 from dcptool.ops.prune.delete import Deleted, delete_steps
 from dcptool.ops.prune.prune import make_plan
 from dcptool.ops.verify.judge import judge
-from dcptool.ops.verify.verdict import State, VerifyOptions
+from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
 from dcptool.runs.directory import find_runs
 from dcptool.runs.order import in_order
-from dcptool.storage import LocalStorage, Storage, is_url, join, locate, storage_at
-from dcptool.training.ranks import sendable
+from dcptool.storage import LocalStorage, Storage, is_temporary, is_url, join, locate, storage_at
+from dcptool.storage.base import translated
 
 logger = logging.getLogger("dcptool.training")
 NO_GRACE = VerifyOptions(grace=0.0)
 """What has no metadata is no save that goes on: this job is the one that saves here."""
+_STEP = re.compile(r"step_\d+")
 _PATIENCE = (0.1, 0.4, 1.5)
 """Seconds to wait for what other machines wrote to show in a mounted folder."""
 
@@ -46,39 +50,99 @@ def step_name(step: int) -> str:
     return f"step_{step}"
 
 
-def make_room(root: str, step: int) -> None:
-    """Prepare the folder of a step for a save.
+def clear_unfinished(root: str) -> None:
+    """Remove what saves that failed or were killed left in a run directory; only who holds its lease may.
+
+    Such a step has the `_SAVING` with which every save begins, and no `_COMPLETE`. `_SAVING` goes last, so that what is
+    left of this is found again if it is killed too. Files that no save writes stay.
+
+    Raises:
+        StorageError: something cannot be listed or removed.
+    """
+    storage = storage_of(root)
+    try:
+        names = [entry.name for entry in storage.entries() if entry.is_dir and not entry.is_link]
+    except CheckpointNotFoundError:
+        return
+    for name in filter(_STEP.fullmatch, names):
+        folder = storage.below(name)
+        files = _files_of(folder)
+        if is_unfinished(files):
+            logger.info("removing %s: its save did not finish", join(root, name))
+            for file in [file for file in _saved(files) if file != SAVING]:
+                folder.delete(file)
+            _forget(folder, files)
+
+
+def _forget(folder: Storage, files: Collection[str]) -> None:
+    """Remove `_SAVING`, and the folder if nothing else is in it."""
+    folder.delete(SAVING)
+    if isinstance(folder, LocalStorage):
+        for file in filter(is_temporary, files):
+            folder.delete(file)
+        with suppress(OSError):
+            os.rmdir(folder.root)
+
+
+def _files_of(folder: Storage) -> list[str]:
+    try:
+        return [entry.name for entry in folder.entries() if not entry.is_dir]
+    except CheckpointNotFoundError:
+        return []
+
+
+def _saved(files: Iterable[str]) -> list[str]:
+    """Return those files that a save writes, in the order in which they go: markers, metadata, data."""
+    there = set(files)
+    metadata = [METADATA, f"{METADATA}.tmp", *rank_metadata(there)]
+    data = [file for file in there if data_file_rank(file) is not None]
+    return [file for chosen in ((NAME, *FOREIGN), metadata, data) for file in sorted(there & set(chosen))]
+
+
+def make_room(root: str, step: int, owner: str) -> None:
+    """Prepare the folder of a step for a save: `_SAVING` says from now on that one began.
 
     What a save left there is removed before anything is written: markers first, then the metadata, then data files,
     those of a wider save too. So nothing that is half old and half new ever looks whole. Other files stay. If the step
     is the only complete one of the run, it is set aside instead, under another name of the same step, until the
     new one is marked (not in an object store, which cannot rename).
 
+    Args:
+        root: the run directory.
+        step: number of the step.
+        owner: id of the lease under which it is saved, for `_SAVING`.
+
     Raises:
         OutputExistsError: there is a file of that name.
         StorageError: something cannot be removed.
     """
-    if not is_url(root):
-        os.makedirs(root, exist_ok=True)
     storage = storage_of(root)
     name = step_name(step)
-    try:
-        entries = storage.entries(name)
-    except CheckpointNotFoundError as error:
-        if not is_url(root) and os.path.lexists(join(root, name)):
-            raise OutputExistsError(f"{join(root, name)} is no folder: remove it, or save elsewhere") from error
-        return
-    if entries and isinstance(storage, LocalStorage) and _is_only_one(root, name):
+    folder = storage.below(name)
+    files = _files_of(folder)
+    if not is_url(root) and os.path.lexists(folder.root) and not os.path.isdir(folder.root):
+        raise OutputExistsError(f"{join(root, name)} is no folder: remove it, or save elsewhere")
+    if files and isinstance(storage, LocalStorage) and _is_only_one(root, name):
         aside = next(other for other in _asides(step) if not os.path.lexists(join(root, other)))
         logger.warning("%s is the only complete checkpoint: it is kept as %s until it is saved anew", name, aside)
         os.rename(join(root, name), join(root, aside))
+        files = []
+    _announce(folder, owner)
+    for file in _saved(files):
+        folder.delete(file)
+
+
+def _announce(folder: Storage, owner: str) -> None:
+    """Write `_SAVING`; what is in it is for people."""
+    said = json.dumps({"lease": owner, "began": datetime.now(timezone.utc).isoformat(timespec="seconds")}).encode()
+    if not isinstance(folder, LocalStorage):
+        folder.write(SAVING, said)
         return
-    folder = storage.below(name)
-    files = [entry.name.removeprefix(f"{name}/") for entry in entries if not entry.is_dir]
-    metadata = [METADATA, f"{METADATA}.tmp", *rank_metadata(files)]
-    for chosen in ((NAME, *FOREIGN), metadata, [file for file in files if data_file_rank(file) is not None]):
-        for file in sorted(set(files) & set(chosen)):
-            folder.delete(file)
+    path = os.path.join(folder.root, SAVING)
+    with translated(path, StorageError, writes=True):  # not synced: it may be lost with the power, and only it
+        os.makedirs(folder.root, exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(said)
 
 
 def _asides(step: int) -> list[str]:
@@ -102,27 +166,14 @@ def storage_of(root: str) -> Storage:
     return storage_at(root) if is_url(root) else LocalStorage(root)
 
 
-def write(tree: dict[str, Any], path: str, group: Any) -> None:
-    """Write a state with torch, on all ranks of a group.
-
-    Args:
-        tree: nested dicts, as torch.distributed.checkpoint takes them.
-        path: local path or URL of the checkpoint.
-        group: the process group; None without one.
-    """
-    writer: Any = FileSystemWriter
-    if is_url(path):
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
-        writer = FsspecWriter
-    writer = sendable(
-        writer, "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish"
-    )
-    planner = sendable(DefaultSavePlanner, "set_up_planner", "create_local_plan", "create_global_plan", "finish_plan")
-    dcp.save(tree, storage_writer=writer(path), planner=planner(), process_group=group)
-
-
-def mark_saved(path: str, step: int, world_size: int, times: Times, resumed_from: int | None = None) -> Marker:
+def mark_saved(
+    path: str,
+    step: int,
+    world_size: int,
+    times: Times,
+    resumed_from: int | None = None,
+    still_ours: Callable[[], None] = lambda: None,
+) -> Marker:
     """Look at what was saved and write its marker, with a number higher than those of all saves before in its run.
 
     Args:
@@ -131,6 +182,7 @@ def mark_saved(path: str, step: int, world_size: int, times: Times, resumed_from
         world_size: ranks that saved it.
         times: how long that took.
         resumed_from: the step that this job went on from, None if it began anew.
+        still_ours: called just before the marker is written; raises if that must not be.
 
     Raises:
         ItemError: it is not whole, for example because ranks wrote to disks that are not shared.
@@ -138,10 +190,10 @@ def mark_saved(path: str, step: int, world_size: int, times: Times, resumed_from
     """
     for seconds in (*_PATIENCE, None):
         verdict = judge(path, NO_GRACE)
-        if verdict.whole or seconds is None:
+        if _is_whole(verdict) or seconds is None:
             break
         time.sleep(seconds)
-    if not verdict.whole:
+    if not _is_whole(verdict):
         raise ItemError(f"{path} is {verdict.state.value} after it was saved: {verdict.reason}")
     location = locate(path)
     marker = make_marker(location, verdict, NAME, checksums=False)._replace(
@@ -153,8 +205,19 @@ def mark_saved(path: str, step: int, world_size: int, times: Times, resumed_from
         save_seconds=round(times.save_seconds, 3),
         blocked_seconds=round(times.blocked_seconds, 3),
     )
+    still_ours()
     location.storage.write(NAME, marker.document())
+    with suppress(StorageError):  # beside a marker it says nothing any more
+        location.storage.delete(SAVING)
     return marker
+
+
+def _is_whole(verdict: Verdict) -> bool:
+    """Tell whether nothing is wrong with what was saved but that it is not marked yet."""
+    if not verdict.parts or any(finding.kind == "being-written" and finding.file for finding in verdict.findings):
+        return False  # another file changed while it was looked at
+    others = [finding for finding in verdict.findings if finding.kind != "unfinished-save"]
+    return state_of(others) in (State.COMPLETE.value, State.UNMARKED.value)
 
 
 def _next_number(path: str) -> int:

@@ -12,6 +12,7 @@ from dcptool.ops.verify.verdict import DEFAULTS, VerifyOptions
 from dcptool.ops.verify.verify import verify
 from dcptool.runs.best import best_steps
 from dcptool.runs.directory import Run, listed, runs_at
+from dcptool.runs.lease import held
 from dcptool.runs.pointers import read_pointers
 from dcptool.storage import Storage, locate
 
@@ -53,7 +54,7 @@ def make_plan(
         links={name: links_into(storage, name, run.steps) for name in run.steps},
         later=report.later,
     )
-    return plan._replace(notes=(*report.notes, *odd))
+    return plan._replace(notes=(*report.notes, *odd, *held(storage)))
 
 
 def names_of(run: Run) -> tuple[Mapping[str, str], Sequence[Finding]]:

@@ -17,7 +17,7 @@ from dcptool.checks.check import Level
 from dcptool.checks.side_files import SideFiles, look_at, patterns_of
 from dcptool.checks.steps import Resume, is_known, not_read, resume_of
 from dcptool.formats.detect import find_parts
-from dcptool.formats.marker import NAME, Marker, checksum_problems, marker_problems, read_marker
+from dcptool.formats.marker import NAME, SAVING, Marker, checksum_problems, is_unfinished, marker_problems, read_marker
 from dcptool.formats.table import beside
 from dcptool.frameworks.profile import SavedStep
 from dcptool.frameworks.values import reader
@@ -65,6 +65,7 @@ def judge(
         problems += [*side_files.findings, *missing]
         problems += not_read(saved, side_files, options.level) if by_files else []
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
+    problems += [_unfinished(location.path)] if is_unfinished(files) else []
     problems += [_left_behind(name) for name in left_behind(location, folders_of(names))]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
         problems = [problem for problem in problems if problem.kind != "mixed-times"]
@@ -134,6 +135,12 @@ def _markers(
 
 def _is_about_marker(problems: Iterable[Finding]) -> bool:
     return any(problem.traits.effect is Effect.UNMARKED for problem in problems)
+
+
+def _unfinished(path: str) -> Finding:
+    message = f"{SAVING} is there and no {NAME}: a save began here and has not finished"
+    step = f"The next save of the run removes it. To keep what is there: delete {SAVING}, then dcptool mark {path}"
+    return Finding.of("unfinished-save", message, SAVING, next_step=step)
 
 
 def _left_behind(name: str) -> Finding:
