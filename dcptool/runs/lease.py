@@ -108,7 +108,7 @@ def parse(data: bytes, written: float) -> Lease:
         written: when, seconds since the epoch; that counts where it says nothing.
     """
     with suppress(ValueError, RecursionError, TypeError):
-        fields: dict[str, Any] = json.loads(data)
+        fields: dict[str, Any] = dict(json.loads(data))
         known = {name: type(default)(fields[name]) for name, default in Lease("")._asdict().items() if name in fields}
         if fields.get("schema") == SCHEMA and 0 < known["seconds"] < 1e9 and abs(known["since"]) < 1e11:
             return Lease(**known)

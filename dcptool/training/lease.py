@@ -40,7 +40,7 @@ class RunLease:
     def __init__(self, root: str, seconds: float) -> None:
         self.root, self.seconds = root, seconds
         self.id = self.lost = ""
-        self._file: _LocalFile | _Object = _Object(root) if is_url(root) else _LocalFile(root)
+        self._file: _LeaseFile | _StoredLease = _StoredLease(root) if is_url(root) else _LeaseFile(root)
         self._lock = threading.Lock()  # of the thread that renews, and the one that saves
         self._held = mine("", seconds)
         self._confirmed = 0.0
@@ -180,7 +180,7 @@ def _refused(root: str, lease: Lease) -> TrainingError:
     )
 
 
-class _LocalFile:
+class _LeaseFile:
     """The lease's file in a folder. It is made anew by one only, and renewed in place: so nobody renews another's."""
 
     def __init__(self, root: str) -> None:
@@ -237,7 +237,7 @@ def _write(descriptor: int, lease: Lease) -> None:
     os.fsync(descriptor)  # else another machine may not see it
 
 
-class _Object:
+class _StoredLease:
     """The lease's object in a store: every write depends on what is there, where the store can do that."""
 
     def __init__(self, root: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from dcptool.errors import StorageError
 from dcptool.storage import is_url
@@ -34,8 +35,10 @@ def write(tree: dict[str, Any], path: str, group: Any, still_ours: Callable[[], 
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
         base = FsspecWriter
+    files = type("FileSystem", (_NewFiles, FileSystem), {"still_ours": staticmethod(still_ours)})
+    careful = {"still_ours": staticmethod(still_ours), "local_files": files}
     writer = sendable(
-        type(base.__name__, (_Careful, base), {"still_ours": staticmethod(still_ours)}),
+        type(base.__name__, (_Careful, base), careful),
         "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish",
     )  # fmt: skip
     planner = sendable(DefaultSavePlanner, "set_up_planner", "create_local_plan", "create_global_plan", "finish_plan")
@@ -46,12 +49,21 @@ class _Careful:
     """What a writer of torch's does besides: ask whether it may write, and find out that there is no room."""
 
     still_ours: Callable[[], None]
+    local_files: Callable[[], FileSystem]
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)  # type: ignore[call-arg]
+        if not is_url(path):
+            self.fs = self.local_files()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         self.still_ours()
         path, free = str(self.path), _free_nbytes(self.path)  # type: ignore[attr-defined]
         try:
             return super().write_data(plan, planner)  # type: ignore[misc]
+        except FileExistsError:
+            self.still_ours()  # then somebody else has saved this step meanwhile
+            raise
         except Exception as error:
             raise _no_space(path, _nbytes_of(plan), free, error) or error  # noqa: B904 - the error it is about, or itself
 
@@ -62,6 +74,28 @@ class _Careful:
             super().finish(metadata, results)  # type: ignore[misc]
         except Exception as error:
             raise _no_space(path, 0, free, error) or error  # noqa: B904
+
+
+class _NewFiles:
+    """Local files as torch makes them, but only new ones, and none once the run directory is another job's.
+
+    A process that stood still (a machine that hung) may come back in the middle of a save, when another job has saved
+    the same step and marked it: what it has open is a file that is gone, and what it opens now must not be the other's.
+    """
+
+    still_ours: Callable[[], None]
+
+    def create_stream(self, path: Any, mode: str) -> Any:
+        self.still_ours()
+        return super().create_stream(path, "xb" if mode == "wb" else mode)  # type: ignore[misc]
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        self.still_ours()
+        super().rename(path, new_path)  # type: ignore[misc]
+
+    def rm_file(self, path: Any) -> None:
+        self.still_ours()
+        super().rm_file(path)  # type: ignore[misc]
 
 
 def _no_space(path: str, needed: int, free: int | None, error: Exception) -> StorageError | None:

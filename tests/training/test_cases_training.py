@@ -55,7 +55,7 @@ def test_r04_a_save_in_the_background_marks_and_prunes_only_when_it_is_done(tmp_
         assert writing.wait(60)
         # Here the job may die: the last good one is there, and it is what is found.
         assert not future.done()
-        assert names(root) == ["step_10", "step_20"]
+        assert names(root) == ["_LEASE", "step_10", "step_20"]
         assert not (root / "step_20" / "_COMPLETE").exists()
         assert dcptool.find_latest(root).verdict.step == 10
         go_on.set()

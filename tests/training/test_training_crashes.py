@@ -56,7 +56,7 @@ class Killer:
         @contextmanager
         def counted(self, path, mode):
             with create_stream(self, path, mode) as stream:
-                yield Counted(stream, killer) if "w" in mode else stream
+                yield Counted(stream, killer) if mode != "rb" else stream
 
         FileSystem.create_stream = counted
         return self

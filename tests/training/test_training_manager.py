@@ -75,7 +75,7 @@ def test_the_future_is_done_when_the_step_is_marked_and_older_ones_are_gone(tmp_
             train(model, optimizer, step)
             assert manager.async_save(step, state).result() == str(tmp_path / "run" / f"step_{step}")
             assert (tmp_path / "run" / f"step_{step}" / "_COMPLETE").exists()
-            assert names(tmp_path / "run") == [f"step_{step}"]
+            assert names(tmp_path / "run") == ["_LEASE", f"step_{step}"]
 
 
 def test_training_goes_on_while_the_state_is_copied_but_the_optimizer_waits(tmp_path, monkeypatch):
@@ -176,7 +176,7 @@ def test_a_failed_background_save_surfaces_at_the_next_call(tmp_path, monkeypatc
         while not manager._uploading.done():
             time.sleep(0.01)
     arguments = {"save": (2, state), "async_save": (2, state), "restore": (state,)}.get(call, ())
-    with pytest.raises(TrainingError, match=r"step_1 was not saved: OSError: \[Errno 28\] No space left on device"):
+    with pytest.raises(TrainingError, match=r"step_1 was not saved: .*step_1: no space left on device"):
         getattr(manager, call)(*arguments)
     if call == "close":
         with pytest.raises(TrainingError, match="closed"):
@@ -234,7 +234,7 @@ class TestSavingAStepAnew:
             train(model, optimizer, 2)
             manager.save(2, state)
         assert unlinked[:4] == ["_COMPLETE", ".metadata", "__0_0.distcp", "__7_0.distcp"]
-        assert seen == [["config.json"]]
+        assert seen == [["_SAVING", "config.json"]]
         assert names(root / "step_2") == [".metadata", "_COMPLETE", "__0_0.distcp", "config.json"]
 
     def test_the_only_complete_one_is_kept_until_the_new_one_is_marked(self, tmp_path, monkeypatch):
@@ -247,7 +247,7 @@ class TestSavingAStepAnew:
         model, optimizer, state = job(seed=3)
         with CheckpointManager(root) as manager, monkeypatch.context() as patched:
             patched.setattr(FileSystemWriter, "write_data", full)
-            with pytest.raises(TrainingError, match="No space"):
+            with pytest.raises(TrainingError, match="no space"):
                 manager.save(2, state)
         assert names(root) == ["step-2", "step_2"]
         other, _, its_state = job(seed=4)
@@ -256,7 +256,7 @@ class TestSavingAStepAnew:
             assert whole(other) == before[2]
             train(model, optimizer, 2)
             manager.save(2, state)
-            assert names(root) == ["step_2"]
+            assert names(root) == ["_LEASE", "step_2"]
             manager.restore(its_state)
         assert whole(other) == whole(model)
 
