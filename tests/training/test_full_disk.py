@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -98,10 +99,16 @@ def fill_and_die(rank: int, root: str) -> str:
     try:
         for step in range(1, 10):
             manager.save(step, job())
-    except TrainingError as error:
-        Path(root).with_name("told").write_text(str(error)[:200])
+    except TrainingError:
         os._exit(7)
     return "it never was full"
+
+
+def fill(file: Path) -> None:
+    """Take all that is left of a disk."""
+    with suppress(OSError), open(file, "wb", buffering=0) as opened:
+        while opened.write(bytes(4096)):
+            pass
 
 
 @pytest.mark.parametrize("lease", ["there", "gone"])
@@ -113,9 +120,7 @@ def test_a_job_that_died_of_a_full_disk_leaves_room_for_the_next(disk, lease):
     assert (root / "step_4" / "_SAVING").exists()
     if lease == "gone":
         (root / "_LEASE").unlink()
-        with pytest.raises(OSError, match="No space"), open(disk / "rest", "wb") as file:
-            while file.write(bytes(4096)):
-                file.flush()
+        fill(disk / "rest")
     with CheckpointManager(root, keep=None) as manager:
         manager.save(5, job(1_000_000))
     assert marked(root) == ["step_1", "step_2", "step_3", "step_5"]
@@ -157,7 +162,7 @@ def test_a_disk_that_says_nothing_is_looked_at(tmp_path, monkeypatch):
     monkeypatch.setattr(writing, "_free_nbytes", lambda path: 1000)
     with (
         CheckpointManager(tmp_path / "run") as manager,
-        pytest.raises(TrainingError, match="no space left.* 4,000 byt"),
+        pytest.raises(TrainingError, match=r"no space left.* 4,000 byt"),
     ):
         manager.save(1, job(4000))
 
@@ -180,9 +185,6 @@ def test_what_killed_saves_left_goes_before_the_next(request, tmp_path, kind):
     root = str(tmp_path / "run") if kind == "folder" else request.getfixturevalue("s3_url")
     with CheckpointManager(root, keep=None) as manager:
         manager.save(1, job(4000))
-        if kind == "folder":
-            for step, where in ((2, "write_data"), (3, "finish"), (4, "finish")):
-                assert run_ranks(0, die_in_save, root, step, where)[0].code in (1, -9)
     if kind == "folder":
         for step, where in ((2, "write_data"), (3, "finish"), (4, "finish")):
             assert run_ranks(0, die_in_save, root, step, where)[0].code == -9
