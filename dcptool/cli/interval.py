@@ -43,6 +43,9 @@ def interval(
 
     RUN_DIR is a run whose markers hold how long its saves take and when they were, as dcptool.training writes them:
     then --save need not be given, and what the run does now is shown too.
+
+    With saves that block, a kill loses at most the steps of one interval; with async_save the save in flight goes too:
+    up to two intervals less a step.
     """
     from dcptool.ops.interval import optimal_interval, read_cadence
     from dcptool.render.interval import interval_json, interval_text

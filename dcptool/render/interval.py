@@ -11,6 +11,9 @@ from dcptool.words import plural, shown
 SCHEMA = 1
 _NAMES = {"daly": "optimum (Daly)", "young": "optimum (Young)", "cadence": "as the run saves", "given": "--interval"}
 _DAY = 86_400
+_MOST_LOST = (
+    "  a failure throws away up to one interval of steps; with saves in the background, 2 intervals less a step"
+)
 
 
 def interval_text(report: IntervalReport, cadence: Cadence | None = None) -> str:
@@ -26,6 +29,7 @@ def interval_text(report: IntervalReport, cadence: Cadence | None = None) -> str
     ]
     if cadence:
         lines.append(f"  {shown(cadence.path)}: {_told(cadence)}")
+    lines.append(_MOST_LOST)
     headers = ["", "interval", *(["steps"] if step else []), "saving", "failures", "lost", "lost a day"]
     rows = [
         [

@@ -180,7 +180,8 @@ class TestCommand:
         assert first.startswith("save every 13.1 min of training, about 67 steps: ")
         assert rest[0] == "  a save takes 30 s, a restart 10 min; a failure every 3 h"
         assert rest[1] == f"  {run_dir}: 5 markers of 8 steps, saves of 30 s, 19.5 min between them"
-        rows = [re.split(r" {2,}", line) for line in rest[5:]]
+        assert rest[2].endswith("up to one interval of steps; with saves in the background, 2 intervals less a step")
+        rows = [re.split(r" {2,}", line) for line in rest[6:]]
         assert [row[:3] for row in rows] == [
             ["optimum (Daly)", "13.1 min", "67"],
             ["optimum (Young)", "13.4 min", "69"],
