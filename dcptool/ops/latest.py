@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 
 class Latest(NamedTuple):
-    """The answer.
+    """The answer: false if there is nothing to resume from, else a path of what there is.
 
     Attributes:
         run: path of the run directory.
@@ -64,6 +64,19 @@ class Latest(NamedTuple):
     def path(self) -> str | None:
         """Path of the newest complete step, None if there is none."""
         return self.verdict.path if self.verdict else None
+
+    def __bool__(self) -> bool:
+        return self.verdict is not None
+
+    def __fspath__(self) -> str:
+        """Return the path of the newest complete step, for whatever takes a path.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+        """
+        if self.verdict is None:
+            raise CheckpointNotFoundError(self.problem or f"{self.run} has no complete step to resume from")
+        return self.verdict.path
 
     @property
     def warnings(self) -> tuple[Finding, ...]:

@@ -6,16 +6,18 @@ them the step's own number decides, for copying a run changes all times.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.steps import in_step_order
 from dcptool.copying.pool import Pool
 from dcptool.errors import DcptoolError
 from dcptool.formats.marker import NAME, is_of_save, marked_as, read_marker
 from dcptool.runs.counters import order_of_counted
 from dcptool.runs.directory import Run
-from dcptool.storage import DirEntry, Storage, is_url, locate
+from dcptool.storage import DirEntry, Storage, is_url, locate, parent
 from dcptool.words import span
 
 BY = ("number", "time")
@@ -66,6 +68,19 @@ def in_order(run: Run, marker: str = NAME, by: str | None = None, storage: Stora
     elif by is None and (counted := order_of_counted(run)):
         saves.sort(key=lambda save: counted.index(save.name))
     return tuple(saves)
+
+
+def next_number(step: str, marker: str = NAME) -> int:
+    """Return a number for the save of a step, higher than those of all others in its run.
+
+    Args:
+        step: path or URL of the step's folder.
+        marker: name of the markers' files.
+    """
+    storage = locate(parent(step) if is_url(step) else os.path.dirname(os.path.abspath(step))).storage
+    folders = [entry.name for entry in storage.entries() if entry.is_dir and not entry.is_link]
+    found = (marked_as(storage.below(name), marker) for name in in_step_order(folders))
+    return 1 + max((one.number for one in found if one and one.number), default=0)
 
 
 def _by_number_of_save(saves: Sequence[Save]) -> list[Save]:
