@@ -210,5 +210,6 @@ KINDS = {
     "dangling-pointer": _warning("a pointer names a step that is not there"),
     "unreadable-pointer": _warning("a pointer cannot be read"),
     # Of a run: what was saved last.
+    "other-branch": _note("steps are of a branch that was left when the job went back to an older step"),
     "order-unclear": _warning("a step was written long after one with a higher number"),
 }

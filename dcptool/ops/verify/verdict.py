@@ -142,10 +142,12 @@ class Verdict(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The worst finding in one line, that it is being written before all others; "" if all are notes."""
+        """The worst finding in one line, what makes the state before all others; "" if all are notes."""
         telling = [finding for finding in self.findings if finding.severity is not Severity.NOTE]
         if self.state is State.IN_PROGRESS:
             telling.sort(key=lambda finding: finding.kind != "being-written")
+        else:
+            telling.sort(key=lambda one: not one.is_error or one.traits.effect.value != self.state.value)
         worst = telling[0] if telling else None
         return worst.message if worst else ""
 

@@ -14,7 +14,7 @@ from dcptool.ops.verify.siblings import compare_steps
 from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions, unreadable
 from dcptool.runs.activity import exists
 from dcptool.runs.directory import Run, run_at
-from dcptool.runs.order import Save, contradiction, in_order, later_by_time
+from dcptool.runs.order import Save, branch_note, contradiction, in_order, later_by_time
 from dcptool.storage import Progress, join, locate
 
 
@@ -84,7 +84,7 @@ def verify(
     if run is None:
         return VerifyReport(location.path, False, verdicts)
     odd, later = _saved_later(run, saves, verdicts, options)
-    return VerifyReport(run.path, True, verdicts, (*odd, *run.notes), later)
+    return VerifyReport(run.path, True, verdicts, (*odd, *branch_note(run, saves), *run.notes), later)
 
 
 def _saved_later(
