@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding, cannot_be_read
-from dcptool.checkpoint.kinds import Severity
+from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checkpoint.steps import step_number
 from dcptool.checks.check import Level
 from dcptool.checks.items import Tally
@@ -142,12 +142,12 @@ class Verdict(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The worst finding in one line, what makes the state before all others; "" if all are notes."""
+        """The worst finding in one line, that it is being written or unsafe before all others; "" if all are notes."""
         telling = [finding for finding in self.findings if finding.severity is not Severity.NOTE]
         if self.state is State.IN_PROGRESS:
             telling.sort(key=lambda finding: finding.kind != "being-written")
-        else:
-            telling.sort(key=lambda one: not one.is_error or one.traits.effect.value != self.state.value)
+        elif self.state is State.UNSAFE:
+            telling.sort(key=lambda finding: finding.traits.effect is not Effect.UNSAFE)
         worst = telling[0] if telling else None
         return worst.message if worst else ""
 
