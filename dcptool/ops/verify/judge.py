@@ -60,8 +60,8 @@ def judge(
     resume = Resume()
     if by_files or (found.opened and location.file is None):
         side_files = _look_beside(location, saved, options)
-        made_here = valid and marker and marker.writer in MADE_HERE
-        resume, missing = resume_of(saved, side_files.names, as_it_is=bool(made_here))
+        made_here = marker is not None and valid and marker.writer in MADE_HERE
+        resume, missing = resume_of(saved, side_files.names, as_it_is=made_here)
         problems += [*side_files.findings, *missing]
         problems += not_read(saved, side_files, options.level) if by_files else []
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
@@ -94,6 +94,22 @@ def judge(
         side_files,
         patterns_of(files, options.marker),
     )
+
+
+def beside_step(location: Location, opened: Mapping[str, Checkpoint]) -> list[Finding]:
+    """Return what is wrong with the files beside the checkpoints of a step, and what is missing, by a quick look.
+
+    Args:
+        location: the step's folder.
+        opened: all checkpoints in it, by their place there.
+    """
+    files = {name: entry.nbytes for name, entry in list_files(location).items()}
+    step = SavedStep(base_name(location.path), files, opened, reader(location.storage, files))
+    side_files = _look_beside(location, step, DEFAULTS)
+    marker, wrong = _markers(location, files, list(opened), DEFAULTS)
+    made_here = marker is not None and not wrong and marker.writer in MADE_HERE
+    _, missing = resume_of(step, side_files.names, as_it_is=made_here)
+    return [*side_files.findings, *missing]
 
 
 def _look_beside(location: Location, step: SavedStep, options: VerifyOptions) -> SideFiles:
