@@ -163,3 +163,4 @@ def test_a_time_in_the_future_is_said_to_be(run_of):
     done = cli("verify", folder)
     assert "in 3 h" in done.stdout
     assert "a file was written 3 h in the future, by the clock here" in done.stdout
+    assert "in-progress" not in cli("verify", "--grace", "0s", folder).stdout

@@ -20,6 +20,7 @@ from dcptool.formats.detect import find_parts
 from dcptool.formats.marker import NAME, Marker, checksum_problems, marker_problems, read_marker
 from dcptool.formats.table import beside
 from dcptool.frameworks.profile import SavedStep
+from dcptool.frameworks.table import is_needed
 from dcptool.frameworks.values import reader
 from dcptool.ops.verify.parts import FoundParts, check_parts
 from dcptool.ops.verify.verdict import DEFAULTS, MADE_HERE, State, Verdict, VerifyOptions
@@ -113,9 +114,10 @@ def beside_step(location: Location, opened: Mapping[str, Checkpoint]) -> list[Fi
 
 
 def _look_beside(location: Location, step: SavedStep, options: VerifyOptions) -> SideFiles:
-    """Look at the files of a step that no checkpoint in it uses."""
+    """Look at the files of a step that no checkpoint in it uses; some trainers' have names that DCP has itself."""
     used = {f"{part}/{name}" if part else name for part, found in step.parts.items() for name in found.usage}
-    files = {name: step.files[name] for name in beside(step.files, options.marker) if name not in used}
+    names = {*beside(step.files, options.marker), *filter(is_needed, step.files)} - used
+    files = {name: nbytes for name, nbytes in step.files.items() if name in names}
     return look_at(location.storage, files, options.level, options.threads)
 
 
