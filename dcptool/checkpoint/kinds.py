@@ -150,6 +150,7 @@ KINDS = {
     # What else a listing shows.
     "in-copies": _note("data files are in `copy-0/` or its like, where their writer keeps copies"),
     "leftover-files": _note("data files the metadata does not name"),
+    "temporary-files": _note("temporary files of dcptool lie in it, of a command that was killed or is not done"),
     "mixed-times": _note("files were written at two times, as by two saves"),
     # safetensors and `.pt` files.
     "bad-file": _error("the header of one file of several cannot be read"),

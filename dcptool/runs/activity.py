@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dcptool.checkpoint.findings import Finding
 from dcptool.errors import DcptoolError
 from dcptool.formats.marker import NEGATIVE_SUFFIX, negative_marker
-from dcptool.storage import DirEntry, Location, is_url, join, locate, walk
-from dcptool.words import span
+from dcptool.storage import DirEntry, Location, is_temporary, is_url, join, locate, walk
+from dcptool.words import listed, plural, span
 
 CLOCKS_APART_SECONDS = 60.0
 """Clocks of two machines may differ by so much; what is later was written in the future, and that is said."""
@@ -103,6 +103,23 @@ def negative_sign(location: Location, files: Collection[str], parts: Iterable[st
         if exists(unfinished):
             return unfinished
     return None
+
+
+def temporary_files(location: Location, parts: Iterable[str]) -> list[Finding]:
+    """Return the note that temporary files of dcptool lie in a local checkpoint, none if there are none."""
+    if location.file is not None or is_url(location.path):
+        return []
+    found = []
+    for folder in folders_of(parts):
+        try:
+            found += [entry.name for entry in location.storage.entries(folder) if is_temporary(entry.name)]
+        except DcptoolError:
+            continue
+    if not found:
+        return []
+    message = f"{plural(len(found), 'temporary file')} of dcptool left in it: {listed(found, 3, counted=False)}"
+    step = "A command that wrote there was killed, or is not done: if none is running, delete them."
+    return [Finding.of("temporary-files", message, found[0], next_step=step)]
 
 
 def exists(path: str) -> bool:

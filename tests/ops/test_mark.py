@@ -306,3 +306,20 @@ class TestMarkersOfParts:
         found = judge(step)
         assert (found.state, kinds(found)) == (State.UNMARKED, {"stale-marker"})
         assert found.findings[0].file == "critic/ckpt/.metadata"
+
+
+def test_k_what_a_killed_mark_left_is_named(run_of):
+    step = run_of("step_1") / "step_1"
+    assert "temporary" not in cli("verify", step).stdout
+    (step / ".dcptool-0123abcd.tmp").write_text("{")
+    done = cli("verify", step)
+    assert done.returncode == 0
+    assert "1 temporary file of dcptool left in it: .dcptool-0123abcd.tmp" in done.stdout
+    assert "delete" in done.stdout
+
+
+def test_i_a_marker_with_a_number_of_many_digits_cannot_be_read(run_of):
+    folder = run_of("step_1", "step_2")
+    (folder / "step_2" / "_COMPLETE").write_text('{"schema": 1, "step": ' + "9" * 20_000 + "}")
+    assert "bad-marker" in kinds(judge(folder / "step_2"))
+    assert latest(folder).path == str(folder / "step_1")

@@ -24,7 +24,7 @@ from dcptool.frameworks.table import is_needed
 from dcptool.frameworks.values import reader
 from dcptool.ops.verify.parts import FoundParts, check_parts
 from dcptool.ops.verify.verdict import DEFAULTS, MADE_HERE, State, Verdict, VerifyOptions
-from dcptool.runs.activity import folders_of, last_written, list_files, sign_of_writing
+from dcptool.runs.activity import folders_of, last_written, list_files, sign_of_writing, temporary_files
 from dcptool.storage import Location, Progress, base_name, locate
 
 
@@ -65,6 +65,7 @@ def judge(
         resume, missing = resume_of(saved, side_files.names, as_it_is=made_here)
         problems += [*side_files.findings, *missing]
         problems += not_read(saved, side_files, options.level) if by_files else []
+    problems += temporary_files(location, names)
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
         problems = [problem for problem in problems if problem.kind != "mixed-times"]
