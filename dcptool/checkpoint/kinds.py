@@ -156,6 +156,7 @@ KINDS = {
     "bad-file": _error("the header of one file of several cannot be read"),
     "missing-tensor": _error("the index places a tensor in a file that does not have it"),
     "unlisted-file": _warning("a file of tensors is there that the index does not name"),
+    "other-weights": _note("weights are there in files of torch.save too, which are not read"),
     "unlisted-tensor": _warning("a tensor is not in the index"),
     "parts-disagree": _error("files hold parts of one tensor with different dtypes or ndim"),
     "duplicate-name": _error("several entries have one name; in `.pt` files a warning: their keys are equal as text"),

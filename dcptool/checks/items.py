@@ -15,7 +15,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry, require_box
 from dcptool.checkpoint.extents import Record, place_words, whereabouts
 from dcptool.checkpoint.fill import crc32
-from dcptool.checkpoint.findings import HOW_TO_LOAD, LOOK_AGAIN, Finding, unsafe_pickle
+from dcptool.checkpoint.findings import LOOK_AGAIN, Finding, how_to_load, unsafe_pickle
 from dcptool.checkpoint.items import FileItems, Placed, name_of
 from dcptool.checkpoint.kinds import Effect
 from dcptool.errors import DcptoolError, ItemError, RunsCodeError, StorageError, UnsupportedError
@@ -169,7 +169,7 @@ class _Scan:
             self._add(finding.kind, placed, finding.message, finding.next_step)
         if foreign:
             message = f"not proven: it is {foreign}, which dcptool does not look into"
-            self._add("unsupported-item", placed, message, HOW_TO_LOAD)
+            self._add("unsupported-item", placed, message, how_to_load(foreign))
         unsure = all(record.crc32 is None for record in records if record.nbytes)
         nbytes = sum(record.nbytes for record in records) if unsure else 0
         n_read = sum(self._read(placed, record) for record in records) if self._deep else 0

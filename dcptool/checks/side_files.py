@@ -130,9 +130,10 @@ def _problems(storage: Storage, name: str, nbytes: int, level: Level) -> tuple[b
         return False, [cannot_be_read(error, name)]
     if not any(start[:_START_NBYTES]) and name.endswith(_NEVER_ZEROS):
         return False, [_wrong(name, "begins with zero bytes, as after a crash of the machine that wrote it")]
+    if name.endswith(SUFFIXES) and is_needed(name) and not is_legacy(start):
+        return False, [_wrong(name, f"is neither a zip nor a pickle, as its trainer writes it: {start[:20]!r}…")]
     if start[:1] in _NO_PICKLE and name.endswith(_NEVER_ZEROS):
-        severity = None if is_needed(name) else Severity.WARNING
-        return False, [_wrong(name, f"is no zip and no pickle: it begins with {start[:12]!r}", severity)]
+        return False, [_wrong(name, f"is no zip and no pickle: it begins with {start[:20]!r}", Severity.WARNING)]
     return False, []
 
 

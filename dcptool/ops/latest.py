@@ -26,7 +26,7 @@ from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions
 from dcptool.ops.verify.verify import judge_step
 from dcptool.runs.activity import list_files
 from dcptool.runs.directory import Run, find_runs, listed, require_run
-from dcptool.runs.order import Save, contradiction, in_order, later_by_time
+from dcptool.runs.order import Save, in_order, later_by_time
 from dcptool.runs.pointers import pointer_problems, read_pointers
 from dcptool.storage import Location, Storage, join, locate
 
@@ -158,11 +158,10 @@ def find_latest(
 
 def _order_notes(run: Run, answer: Verdict, saves: Sequence[Save], options: VerifyOptions) -> tuple[Finding, ...]:
     """Return that a complete step was written long after the answer, though its number is lower, if one was."""
-    newest = next(save for save in saves if save.name == answer.name)
     for later in later_by_time(run, saves, answer.name, options.marker)[:MAX_SIBLINGS]:
         verdict = judge_step(run, later.name, options._replace(level=Level.METADATA))
         if verdict and verdict.state is State.COMPLETE:
-            return (contradiction(later, newest),)
+            return (later.contradiction,)
     return ()
 
 

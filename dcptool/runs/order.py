@@ -16,6 +16,7 @@ from dcptool.checkpoint.steps import in_step_order
 from dcptool.copying.pool import Pool
 from dcptool.errors import DcptoolError
 from dcptool.formats.marker import NAME, Marker, is_of_save, marked_as, read_marker
+from dcptool.formats.table import is_metadata, is_own_name
 from dcptool.runs.counters import order_of_counted
 from dcptool.runs.directory import Run
 from dcptool.storage import DirEntry, Storage, is_url, locate, parent
@@ -133,12 +134,31 @@ def _newest_file(folder: Storage, marker: str) -> float | None:
 
 
 def _newest_of(entries: Iterable[DirEntry], marker: str) -> float | None:
-    """Return when the newest file of a listing was written; a marker may have been written by hand, later."""
-    times = [e.mtime for e in entries if e.mtime is not None and e.name not in (marker, NAME) and not e.is_link]
-    return max(times, default=None)
+    """Return when the newest file of a listing was written; a marker may have been written by hand, later.
+
+    Of the checkpoint's own files, if there are any: results of an evaluation are put beside them long after a save.
+    """
+    files = [e for e in entries if e.mtime is not None and e.name not in (marker, NAME) and not e.is_link]
+    own = [e for e in files if is_own_name(e.name) or is_metadata(e.name)]
+    return max((e.mtime for e in own or files if e.mtime is not None), default=None)
 
 
-def later_by_time(run: Run, saves: Sequence[Save], newest: str, marker: str = NAME) -> list[Save]:
+class Later(NamedTuple):
+    """A step that stands before the newest, and was written so many seconds after it by what times say."""
+
+    name: str
+    newest: str
+    seconds: float
+
+    @property
+    def contradiction(self) -> Finding:
+        """The finding that says so."""
+        message = f"{self.name} was written {span(self.seconds)} after {self.newest}, which has the higher number"
+        step = "If the job went back to it: --by time; if files were copied since: --by number."
+        return Finding.of("order-unclear", message, self.name, next_step=step)
+
+
+def later_by_time(run: Run, saves: Sequence[Save], newest: str, marker: str = NAME) -> list[Later]:
     """Return steps that stand before the newest, and were written after it by what times say, the last one first.
 
     Args:
@@ -148,18 +168,16 @@ def later_by_time(run: Run, saves: Sequence[Save], newest: str, marker: str = NA
         marker: name of the markers' files.
     """
     at = next(index for index, save in enumerate(saves) if save.name == newest)
-    last = saves[at].written
+    storage = locate(run.path).storage
+    # A copy of the run, or a file added to this step, makes its folder younger than the save.
+    last = _newest_file(storage.below(newest), marker) or saves[at].written
     if last is None:
         return []
     before = [save for save in saves[:at] if not (save.number and saves[at].number)]
-    candidates = [save for save in before if (save.written or 0.0) > last + APART_SECONDS]
-    if not candidates:
-        return []
-    storage = locate(run.path).storage
-    last = _newest_file(storage.below(newest), marker) or last
-    exact = [save._replace(written=_newest_file(storage.below(save.name), marker)) for save in candidates]
-    later = [save for save in exact if (save.written or 0.0) > last + APART_SECONDS]
-    return sorted(later, key=lambda save: save.written or 0.0, reverse=True)
+    candidates = [save.name for save in before if (save.written or 0.0) > last + APART_SECONDS]
+    apart = {name: (_newest_file(storage.below(name), marker) or 0.0) - last for name in candidates}
+    later = [Later(name, newest, seconds) for name, seconds in apart.items() if seconds > APART_SECONDS]
+    return sorted(later, key=lambda found: found.seconds, reverse=True)
 
 
 def left_branch(run: Run, saves: Sequence[Save]) -> list[str]:
@@ -189,11 +207,3 @@ def branch_note(run: Run, saves: Sequence[Save]) -> list[Finding]:
     which = f"{listed(left, 3)} {'is' if len(left) == 1 else 'are'}"
     message = f"{which} of a branch that was left: the job went back to an older step and saved others since"
     return [Finding.of("other-branch", message, left[0])]
-
-
-def contradiction(later: Save, newest: Save) -> Finding:
-    """Return the finding that a step was written after the newest by number."""
-    apart = span((later.written or 0.0) - (newest.written or 0.0))
-    message = f"{later.name} was written {apart} after {newest.name}, which has the higher number"
-    step = "If the job went back to it: --by time; if files were copied since: --by number."
-    return Finding.of("order-unclear", message, later.name, next_step=step)

@@ -20,6 +20,7 @@ from dcptool.formats.detect import find_parts
 from dcptool.formats.marker import NAME, Marker, checksum_problems, marker_problems, read_marker
 from dcptool.formats.table import beside
 from dcptool.frameworks.profile import SavedStep
+from dcptool.frameworks.table import is_needed
 from dcptool.frameworks.values import reader
 from dcptool.ops.verify.parts import FoundParts, check_parts
 from dcptool.ops.verify.verdict import DEFAULTS, MADE_HERE, State, Verdict, VerifyOptions
@@ -60,8 +61,8 @@ def judge(
     resume = Resume()
     if by_files or (found.opened and location.file is None):
         side_files = _look_beside(location, saved, options)
-        made_here = valid and marker and marker.writer in MADE_HERE
-        resume, missing = resume_of(saved, side_files.names, as_it_is=bool(made_here))
+        made_here = marker is not None and valid and marker.writer in MADE_HERE
+        resume, missing = resume_of(saved, side_files.names, as_it_is=made_here)
         problems += [*side_files.findings, *missing]
         problems += not_read(saved, side_files, options.level) if by_files else []
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
@@ -97,10 +98,27 @@ def judge(
     )
 
 
+def beside_step(location: Location, opened: Mapping[str, Checkpoint]) -> list[Finding]:
+    """Return what is wrong with the files beside the checkpoints of a step, and what is missing, by a quick look.
+
+    Args:
+        location: the step's folder.
+        opened: all checkpoints in it, by their place there.
+    """
+    files = {name: entry.nbytes for name, entry in list_files(location).items()}
+    step = SavedStep(base_name(location.path), files, opened, reader(location.storage, files))
+    side_files = _look_beside(location, step, DEFAULTS)
+    marker, wrong = _markers(location, files, list(opened), DEFAULTS)
+    made_here = marker is not None and not wrong and marker.writer in MADE_HERE
+    _, missing = resume_of(step, side_files.names, as_it_is=made_here)
+    return [*side_files.findings, *missing]
+
+
 def _look_beside(location: Location, step: SavedStep, options: VerifyOptions) -> SideFiles:
-    """Look at the files of a step that no checkpoint in it uses."""
+    """Look at the files of a step that no checkpoint in it uses; some trainers' have names that DCP has itself."""
     used = {f"{part}/{name}" if part else name for part, found in step.parts.items() for name in found.usage}
-    files = {name: step.files[name] for name in beside(step.files, options.marker) if name not in used}
+    names = {*beside(step.files, options.marker), *filter(is_needed, step.files)} - used
+    files = {name: nbytes for name, nbytes in step.files.items() if name in names}
     return look_at(location.storage, files, options.level, options.threads)
 
 

@@ -14,7 +14,7 @@ from dcptool.ops.verify.siblings import compare_steps
 from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions, unreadable
 from dcptool.runs.activity import exists
 from dcptool.runs.directory import Run, run_at
-from dcptool.runs.order import Save, branch_note, contradiction, in_order, later_by_time
+from dcptool.runs.order import Save, branch_note, in_order, later_by_time
 from dcptool.storage import Progress, join, locate
 
 
@@ -96,7 +96,7 @@ def _saved_later(
     if newest is None or options.by:
         return (), ()
     later = [save for save in later_by_time(run, saves, newest.name, options.marker) if save.name in complete]
-    return tuple(contradiction(save, newest) for save in later[:1]), tuple(save.name for save in later)
+    return tuple(save.contradiction for save in later[:1]), tuple(save.name for save in later)
 
 
 def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> Verdict:
