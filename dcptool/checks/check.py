@@ -100,7 +100,7 @@ def check(
     if level >= Level.DEEP:
         problems += replica_problems(checkpoint)
         problems += _unverifiable(looked.tally)
-    not_finite = {fqn: looked.not_finite[fqn] for fqn in checkpoint.tensors if fqn in looked.not_finite}
+    not_finite = {fqn: looked.not_finite[fqn] for fqn in checkpoint if fqn in looked.not_finite}
     problems += not_finite_problems(not_finite)
     return CheckReport(tuple(worst_first(problems)), level, looked.tally, not_finite)
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.boxes import fill_box, require_stored
-from dcptool.checkpoint.entries import Source
+from dcptool.checkpoint.entries import ObjectEntry, Source
 from dcptool.checkpoint.extents import Ints, Payload
 from dcptool.checkpoint.fill import numpy_empty
 from dcptool.checkpoint.findings import MAX_NAMED, Finding
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.numbers import can_be_not_finite, not_finite
 from dcptool.checkpoint.regions import contiguous_strides, cut_box, is_contiguous, span
+from dcptool.pickles.tensors import tensors_in
 from dcptool.words import plural
 
 if TYPE_CHECKING:
@@ -110,6 +111,22 @@ class View(NamedTuple):
         return 0 not in self.payload.shape and can_be_not_finite(self.payload.dtype)
 
 
+def views_inside(source: Source, entry: ObjectEntry) -> list[View]:
+    """Return what the tensors inside an object use of its records.
+
+    Raises:
+        ItemError, StorageError, MetadataError, UnsupportedError: the object cannot be read.
+    """
+    root, records = source.graph(entry)
+    views = []
+    for found in tensors_in(root):
+        record = records.get(found.storage)
+        if record and found.storage_nbytes <= record.nbytes:
+            how = found.dtype, found.shape, found.strides, found.storage_offset
+            views.append(View(entry.fqn, (0,) * len(found.shape), Payload(record, *how)))
+    return views
+
+
 class RecordValues:
     """Looks at the elements of one record as its bytes come, piece after piece.
 
@@ -170,15 +187,13 @@ def lies_over_itself(payload: Payload) -> bool:
 
 
 def look_at_box(source: Source, view: View, found: Found) -> None:
-    """Read all elements of a view, and look at them, if they can be NaN or infinite.
+    """Read all elements of a view, and look at them.
 
     Raises:
         UnsupportedError: they are a few stored ones, repeated without end.
         ItemError, StorageError: they cannot be read.
     """
     payload = view.payload
-    if not view.can_be_not_finite:
-        return
     require_stored(payload)
     zeros = (0,) * len(payload.shape)
     for offsets, sizes in cut_box((zeros, payload.shape), _BAND_ELEMENTS):

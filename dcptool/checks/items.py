@@ -13,13 +13,22 @@ from threading import Event
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.entries import TensorEntry, require_box
+from dcptool.checkpoint.entries import ObjectEntry, TensorEntry, require_box
 from dcptool.checkpoint.extents import Examined, Payload, Record, place_words, whereabouts
 from dcptool.checkpoint.fill import crc32
 from dcptool.checkpoint.findings import HOW_TO_LOAD, LOOK_AGAIN, Finding, unsafe_pickle
 from dcptool.checkpoint.items import FileItems, Placed, name_of
 from dcptool.checkpoint.kinds import Effect
-from dcptool.checks.finite import WIDEST_NBYTES, Found, RecordValues, View, lies_over_itself, look_at_box, merged
+from dcptool.checks.finite import (
+    WIDEST_NBYTES,
+    Found,
+    RecordValues,
+    View,
+    lies_over_itself,
+    look_at_box,
+    merged,
+    views_inside,
+)
 from dcptool.errors import DcptoolError, ItemError, RunsCodeError, StorageError, UnsupportedError
 from dcptool.storage import Progress
 from dcptool.storage.window import Window
@@ -199,11 +208,25 @@ class _Scan:
 
     def _examine(self, placed: Placed) -> Examined:
         examined = self._source.examine(placed.entry, placed.chunk, placed.item)
-        if self._wanted.finite and examined.payload and placed.chunk and not _misfit(placed, examined.payload):
-            view = View(placed.entry.fqn, placed.chunk.offsets, examined.payload)
-            if view.can_be_not_finite and not lies_over_itself(view.payload):
-                self._views.setdefault(_place(examined.payload.record), []).append(view)
+        if self._wanted.finite:
+            self._note_views(placed, examined)
         return examined
+
+    def _note_views(self, placed: Placed, examined: Examined) -> None:
+        """Take note of what an item's tensors use of its records; what lies over itself is looked at here and now."""
+        entry, chunk, payload = placed.entry, placed.chunk, examined.payload
+        views: Sequence[View] = ()
+        if chunk and payload and not _misfit(placed, payload):
+            views = [View(entry.fqn, chunk.offsets, payload)]
+        elif isinstance(entry, ObjectEntry) and any(record.name.startswith("data/") for record in examined.records):
+            views = views_inside(self._source, entry)
+        views = [view for view in views if view.can_be_not_finite]
+        apart = [view for view in views if not lies_over_itself(view.payload)]
+        for view in views if len(apart) < len(views) else ():
+            if lies_over_itself(view.payload):
+                look_at_box(self._source, view, self._not_finite)
+        for view in apart:
+            self._views.setdefault(_place(view.payload.record), []).append(view)
 
     def _look_at(self, placed: Placed, examined: Examined | None) -> Tally:
         entry, chunk = placed.entry, placed.chunk
@@ -219,8 +242,6 @@ class _Scan:
         misfit = _misfit(placed, payload) if payload and chunk else ""
         if misfit:
             self._add("wrong-item", placed, misfit, _TWO_SAVES)
-        elif self._wanted.finite and payload and chunk and lies_over_itself(payload):
-            look_at_box(self._source, View(entry.fqn, chunk.offsets, payload), self._not_finite)
         return Tally(1, int(unsure), nbytes, n_read)
 
     def _read(self, placed: Placed, record: Record) -> int:

@@ -12,6 +12,7 @@ from dcptool.cli import options
 @click.command(epilog='Example: torchrun train.py --resume "$(dcptool latest ckpt)"')
 @click.argument("run_dir", type=options.PATH)
 @click.option("--deep", is_flag=True, help="Read every byte of the candidates and check every checksum.")
+@options.finite
 @click.option("--weights", is_flag=True, help="Take a step that was saved for its weights alone too.")
 @click.option("--skip-unreadable", is_flag=True, help="Pass over a step that cannot be read, which may be whole.")
 @options.by
@@ -25,7 +26,7 @@ def latest(run_dir: str, deep: bool, weights: bool, skip_unreadable: bool, **cho
     Steps are looked at newest first, by what is in them, whatever pointer files say. Newest is what was saved last: by
     the markers that saves leave, else the highest number. Why newer ones were passed over goes to stderr.
 
-    Exits 1 if no step is complete, or there is none; 3 if the newest cannot be read.
+    Exits 1 if no step is complete (and finite, with --finite), or there is none; 3 if the newest cannot be read.
     """
     from dcptool.checks.check import Level
     from dcptool.ops.latest import find_latest

@@ -63,7 +63,11 @@ def judge(
         made_here = valid and marker and marker.writer in MADE_HERE
         resume, missing = resume_of(saved, side_files.names, as_it_is=bool(made_here))
         problems += [*side_files.findings, *missing]
-        problems += not_read(saved, side_files, options.level) if by_files else []
+        problems += not_read(saved, side_files, options.depth) if by_files else []
+    not_finite = (*found.not_finite, *side_files.not_finite)
+    if options.finite and by_files and not side_files.n_of_tensors:
+        message = "whether its tensors are finite is not known: dcptool reads none of them"
+        problems.append(Finding.of("finite-unknown", message))
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
         problems = [problem for problem in problems if problem.kind != "mixed-times"]
@@ -87,20 +91,30 @@ def judge(
         len(files),
         sum(files.values()),
         last_written(location, listing),
-        options.level,
+        options.depth,
         found.tally,
         resume,
         tuple(dict.fromkeys(fqn.partition(".")[0] for part in found.opened.values() for fqn in part)),
         side_files,
         patterns_of(files, options.marker),
+        _are_finite(problems, not_finite) if options.finite else None,
+        not_finite,
     )
+
+
+def _are_finite(problems: Sequence[Finding], not_finite: Sequence[str]) -> bool | None:
+    """Tell whether all values are finite; None if there is reason to think that not all were seen."""
+    if not_finite:
+        return False
+    unseen = any(finding.kind == "finite-unknown" for finding in problems)
+    return None if unseen or state_of(problems) not in (State.COMPLETE, State.UNMARKED) else True
 
 
 def _look_beside(location: Location, step: SavedStep, options: VerifyOptions) -> SideFiles:
     """Look at the files of a step that no checkpoint in it uses."""
     used = {f"{part}/{name}" if part else name for part, found in step.parts.items() for name in found.usage}
     files = {name: step.files[name] for name in beside(step.files, options.marker) if name not in used}
-    return look_at(location.storage, files, options.level, options.threads)
+    return look_at(location.storage, files, options.depth, options.threads, options.finite)
 
 
 def _markers(
@@ -122,7 +136,7 @@ def _markers(
         if marker:
             markers[folder] = marker._replace(name=prefix + marker.name)
             wrong += marker_problems(marker, storage, there)
-            wrong += checksum_problems(marker, storage, there) if options.level >= Level.DEEP else []
+            wrong += checksum_problems(marker, storage, there) if options.depth >= Level.DEEP else []
         problems += [inside(folder, finding) for finding in wrong]
     covered = [next((folder for folder in folders_of([part]) if folder in markers), None) for part in parts]
     first = next((folder for folder in covered if folder is not None), None)
