@@ -24,7 +24,7 @@ from dcptool.checks.extents import edge_problems, extent_problems, short_items
 from dcptool.checks.families import family_problems
 from dcptool.checks.files import file_problems, mixed_times
 from dcptool.checks.finite import NotFinite, not_finite_problems
-from dcptool.checks.items import Looked, Tally, Wanted, item_problems
+from dcptool.checks.items import Depth, ItemReport, Tally, item_problems
 from dcptool.checks.paths import path_problems
 from dcptool.errors import LayoutError
 from dcptool.storage import Progress
@@ -91,10 +91,10 @@ def check(
         problems += edge_problems(checkpoint, by_file, {problem.file for problem in errors(problems)})
     if written is not None and checkpoint.format.saved_by_ranks:
         problems += mixed_times(checkpoint, written, list(filter(checkpoint.format.is_metadata, checkpoint.files)))
-    looked = Looked([], Tally(), {})
+    looked = ItemReport([], Tally(), {})
     if level >= Level.RECORDS:
         problems = [problem for problem in problems if problem.kind != "unsupported-item"]  # which is told of each
-        wanted = Wanted(level >= Level.DEEP, finite)
+        wanted = Depth(level >= Level.DEEP, finite)
         looked = item_problems(checkpoint, by_file, wanted, threads or os.cpu_count() or 1, progress)
         problems += looked.problems
     if level >= Level.DEEP:

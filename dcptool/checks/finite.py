@@ -88,7 +88,7 @@ def not_finite_problems(found: Mapping[str, NotFinite]) -> list[Finding]:
     return [Finding.of("not-finite", message, fqn=named[0], next_step=_OLDER, severity=Severity.ERROR)]
 
 
-class View(NamedTuple):
+class Elements(NamedTuple):
     """Elements of a record that are a chunk of a tensor: its name, where the chunk begins in it, and what it holds."""
 
     fqn: str
@@ -111,7 +111,7 @@ class View(NamedTuple):
         return 0 not in self.payload.shape and can_be_not_finite(self.payload.dtype)
 
 
-def views_inside(source: Source, entry: ObjectEntry) -> list[View]:
+def views_inside(source: Source, entry: ObjectEntry) -> list[Elements]:
     """Return what the tensors inside an object use of its records.
 
     Raises:
@@ -123,7 +123,7 @@ def views_inside(source: Source, entry: ObjectEntry) -> list[View]:
         record = records.get(found.storage)
         if record and found.storage_nbytes <= record.nbytes:
             how = found.dtype, found.shape, found.strides, found.storage_offset
-            views.append(View(entry.fqn, (0,) * len(found.shape), Payload(record, *how)))
+            views.append(Elements(entry.fqn, (0,) * len(found.shape), Payload(record, *how)))
     return views
 
 
@@ -136,14 +136,14 @@ class RecordValues:
         found: takes what is not finite.
     """
 
-    def __init__(self, views: Iterable[View], found: Found) -> None:
+    def __init__(self, views: Iterable[Elements], found: Found) -> None:
         self._found = found
-        self._views: dict[str, list[View]] = {}
+        self._views: dict[str, list[Elements]] = {}
         for view in views:
             self._views.setdefault(view.payload.dtype, []).append(view)
         for alike in self._views.values():
             alike.sort(key=lambda view: view.first, reverse=True)
-        self._reached: dict[str, list[View]] = {dtype: [] for dtype in self._views}
+        self._reached: dict[str, list[Elements]] = {dtype: [] for dtype in self._views}
 
     def look(self, byte_offset: int, piece: memoryview) -> None:
         """Look at the next bytes of the record.
@@ -166,7 +166,7 @@ class RecordValues:
                     self._look_at(reached, places + start, is_nan)
                 self._reached[dtype] = [view for view in reached if view.end > start + count]
 
-    def _look_at(self, views: Iterable[View], places: Array, is_nan: Array) -> None:
+    def _look_at(self, views: Iterable[Elements], places: Array, is_nan: Array) -> None:
         """Add to each view what of it lies at some places of the record, which are rising."""
         import numpy as np
 
@@ -186,7 +186,7 @@ def lies_over_itself(payload: Payload) -> bool:
     return False
 
 
-def look_at_box(source: Source, view: View, found: Found) -> None:
+def look_at_box(source: Source, view: Elements, found: Found) -> None:
     """Read all elements of a view, and look at them.
 
     Raises:
@@ -200,7 +200,7 @@ def look_at_box(source: Source, view: View, found: Found) -> None:
         out = numpy_empty(sizes, payload.dtype)
         fill_box(source, payload, zeros, (offsets, sizes), out)
         start = tuple(a + b for a, b in zip(view.offsets, offsets, strict=True))
-        band = View(view.fqn, start, payload._replace(shape=sizes, strides=contiguous_strides(sizes)))
+        band = Elements(view.fqn, start, payload._replace(shape=sizes, strides=contiguous_strides(sizes)))
         for places, is_nan in not_finite(out, payload.dtype):
             _count(band, places, is_nan, found)
 
@@ -211,7 +211,7 @@ def _steps(payload: Payload) -> list[tuple[int, int]]:
     return sorted(((stride, size) for stride, size in pairs if size > 1 and stride), reverse=True)
 
 
-def _count(view: View, places: Array, is_nan: Array, found: Found) -> None:
+def _count(view: Elements, places: Array, is_nan: Array, found: Found) -> None:
     """Count what is not finite at some places, which are those of elements of a record, from a view's first one on."""
     payload = view.payload
     times = 1

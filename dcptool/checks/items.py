@@ -21,9 +21,9 @@ from dcptool.checkpoint.items import FileItems, Placed, name_of
 from dcptool.checkpoint.kinds import Effect
 from dcptool.checks.finite import (
     WIDEST_NBYTES,
+    Elements,
     Found,
     RecordValues,
-    View,
     lies_over_itself,
     look_at_box,
     merged,
@@ -62,7 +62,7 @@ class Tally(NamedTuple):
         return Tally(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-class Looked(NamedTuple):
+class ItemReport(NamedTuple):
     """What a look into items shows: what is wrong, what was looked at, and what is not finite, if that was asked."""
 
     problems: list[Finding]
@@ -70,7 +70,7 @@ class Looked(NamedTuple):
     not_finite: Found
 
 
-class Wanted(NamedTuple):
+class Depth(NamedTuple):
     """How items are looked into.
 
     Attributes:
@@ -92,8 +92,8 @@ class ItemRange(NamedTuple):
 
 
 def item_problems(
-    checkpoint: Checkpoint, by_file: FileItems, wanted: Wanted, threads: int, progress: Progress | None = None
-) -> Looked:
+    checkpoint: Checkpoint, by_file: FileItems, wanted: Depth, threads: int, progress: Progress | None = None
+) -> ItemReport:
     """Examine every item; if it is wanted, read every byte of it, check every checksum and look at every value.
 
     Args:
@@ -104,14 +104,14 @@ def item_problems(
         progress: told the bytes as they are read.
 
     Returns:
-        What is wrong, in the order of files and bytes, and the rest; see `Looked`.
+        What is wrong, in the order of files and bytes, and the rest; see `ItemReport`.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     ranges = list(_ranges(checkpoint, by_file))
     stop = Event()
 
-    def run(items: ItemRange) -> Looked:
+    def run(items: ItemRange) -> ItemReport:
         return _Scan(checkpoint, by_file, wanted, progress, stop).run(items)
 
     with ThreadPoolExecutor(threads) as pool:
@@ -132,7 +132,7 @@ def item_problems(
     for (file, effect), count in counts.items():
         kind, what = _MORE.get(effect, ("damaged-item", "are damaged"))
         problems.append(Finding.of(kind, f"{count:,} more items of {file} {what}", file))
-    return Looked(problems, tally, merged(looked.not_finite for looked in done))
+    return ItemReport(problems, tally, merged(looked.not_finite for looked in done))
 
 
 def _ranges(checkpoint: Checkpoint, by_file: FileItems) -> Iterator[ItemRange]:
@@ -155,7 +155,7 @@ class _Scan:
     """One thread's way through one range of items."""
 
     def __init__(
-        self, checkpoint: Checkpoint, by_file: FileItems, wanted: Wanted, progress: Progress | None, stop: Event
+        self, checkpoint: Checkpoint, by_file: FileItems, wanted: Depth, progress: Progress | None, stop: Event
     ) -> None:
         self._stop = stop
         self._checkpoint, self._by_file, self._wanted = checkpoint, by_file, wanted
@@ -167,13 +167,13 @@ class _Scan:
         whole = max(piece // WIDEST_NBYTES, 1) * WIDEST_NBYTES  # no element lies in two pieces
         self._buffer = memoryview(bytearray(whole if wanted.deep else 0))
         self._seen: set[_Place] = set()
-        self._views: dict[_Place, list[View]] = {}
+        self._views: dict[_Place, list[Elements]] = {}
         self._examined: dict[int, Examined] = {}
         self._not_finite: Found = {}
         self.problems: list[Finding] = []
         self._tally = Tally()
 
-    def run(self, items: ItemRange) -> Looked:
+    def run(self, items: ItemRange) -> ItemReport:
         starts, ends = (column[items.first : items.last] for column in self._by_file.spans(items.file))
         there = [index for index, end in enumerate(ends) if end <= items.nbytes]  # others are cut off, said elsewhere
         if self._wanted.finite and not self._checkpoint.format.items_apart:
@@ -197,7 +197,7 @@ class _Scan:
                     self._tell(placed, error)
                 self._tally = self._tally.plus(looked)
             position = last
-        return Looked(self.problems, self._tally, self._not_finite)
+        return ItemReport(self.problems, self._tally, self._not_finite)
 
     def _examine_all(self, items: ItemRange, there: Sequence[int]) -> None:
         """Find what all tensors use of each record, before one that several use is read."""
@@ -215,9 +215,9 @@ class _Scan:
     def _note_views(self, placed: Placed, examined: Examined) -> None:
         """Take note of what an item's tensors use of its records; what lies over itself is looked at here and now."""
         entry, chunk, payload = placed.entry, placed.chunk, examined.payload
-        views: Sequence[View] = ()
+        views: Sequence[Elements] = ()
         if chunk and payload and not _misfit(placed, payload):
-            views = [View(entry.fqn, chunk.offsets, payload)]
+            views = [Elements(entry.fqn, chunk.offsets, payload)]
         elif isinstance(entry, ObjectEntry) and any(record.name.startswith("data/") for record in examined.records):
             views = views_inside(self._source, entry)
         views = [view for view in views if view.can_be_not_finite]

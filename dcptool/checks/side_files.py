@@ -61,7 +61,7 @@ class SideFiles(NamedTuple):
     n_of_tensors: int = 0
 
 
-class _Look(NamedTuple):
+class _FileReport(NamedTuple):
     """What a look at one file shows: whether its checksums cover it, what is wrong, and what is not finite."""
 
     proven: bool
@@ -87,7 +87,7 @@ def look_at(
         name for name in names
         if name.endswith(_KNOWN) or (is_needed(name) if not files[name] else level >= Level.RECORDS)
     ]  # fmt: skip
-    found: dict[str, _Look] = {}
+    found: dict[str, _FileReport] = {}
     if known:
         from dcptool.copying.pool import Pool
 
@@ -111,12 +111,12 @@ def patterns_of(files: Iterable[str], marker: str) -> frozenset[str]:
     return frozenset(name if is_regular(name) else re.sub(r"\d+", "N", name) for name in names)
 
 
-def _look_at(storage: Storage, name: str, nbytes: int, level: Level, finite: bool) -> _Look:
+def _look_at(storage: Storage, name: str, nbytes: int, level: Level, finite: bool) -> _FileReport:
     """Look at a file; of one whose name says nothing it matters only whether it runs code, or is empty and needed."""
     look = _problems(storage, name, nbytes, level, finite)
     if name.endswith(_KNOWN) or not nbytes:
         return look
-    return _Look(False, [finding for finding in look.problems if finding.traits.effect is Effect.UNSAFE])
+    return _FileReport(False, [finding for finding in look.problems if finding.traits.effect is Effect.UNSAFE])
 
 
 def _runs(file: IO[bytes], name: str) -> list[Finding]:
@@ -125,29 +125,31 @@ def _runs(file: IO[bytes], name: str) -> list[Finding]:
     return unsafe_pickle(runs(file), name, name)
 
 
-def _problems(storage: Storage, name: str, nbytes: int, level: Level, finite: bool) -> _Look:
+def _problems(storage: Storage, name: str, nbytes: int, level: Level, finite: bool) -> _FileReport:
     if not nbytes:
         may_be_empty = name.endswith(".json") and not holds(name)
-        return _Look(False, [_cut(name, "is empty", Severity.WARNING if may_be_empty else None)])
+        return _FileReport(False, [_cut(name, "is empty", Severity.WARNING if may_be_empty else None)])
     try:
         start = storage.read(name, 0, min(nbytes, _SMALL_NBYTES))
         file: IO[bytes] = io.BytesIO(start) if nbytes <= _SMALL_NBYTES else stream(storage, name, nbytes)
         if start.startswith(LFS_START):
             message = f"{name} is a Git LFS pointer, not the file itself"
-            return _Look(False, [Finding.of("lfs-pointer", message, name, next_step=GET_LFS_FILES)])
+            return _FileReport(False, [Finding.of("lfs-pointer", message, name, next_step=GET_LFS_FILES)])
         if name.endswith(".json"):
-            return _Look(False, _json_problems(file, name, nbytes))
+            return _FileReport(False, _json_problems(file, name, nbytes))
         if start.startswith(_ZIP):
             return _look_at_zip(storage, file, name, nbytes, level, finite)
         if start.startswith(_PICKLE) and not is_legacy(start):
-            return _Look(False, _pickle_problems(file, name, nbytes, level))
+            return _FileReport(False, _pickle_problems(file, name, nbytes, level))
         if level >= Level.RECORDS and (problems := _runs(file, name)):
-            return _Look(False, problems)
+            return _FileReport(False, problems)
     except StorageError as error:
-        return _Look(False, [cannot_be_read(error, name)])
+        return _FileReport(False, [cannot_be_read(error, name)])
     if not any(start[:_START_NBYTES]) and name.endswith(_NEVER_ZEROS):
-        return _Look(False, [_wrong(name, "begins with zero bytes, as after a crash of the machine that wrote it")])
-    return _Look(False, [_unseen(name, "torch.save before 1.6 wrote it")] if finite and is_legacy(start) else [])
+        return _FileReport(
+            False, [_wrong(name, "begins with zero bytes, as after a crash of the machine that wrote it")]
+        )
+    return _FileReport(False, [_unseen(name, "torch.save before 1.6 wrote it")] if finite and is_legacy(start) else [])
 
 
 def _unseen(name: str, why: str) -> Finding:
@@ -175,13 +177,13 @@ def _json_problems(file: IO[bytes], name: str, nbytes: int) -> list[Finding]:
     return []
 
 
-def _look_at_zip(storage: Storage, file: IO[bytes], name: str, nbytes: int, level: Level, finite: bool) -> _Look:
+def _look_at_zip(storage: Storage, file: IO[bytes], name: str, nbytes: int, level: Level, finite: bool) -> _FileReport:
     from dcptool.checks.zips import damaged_record, is_of_torch, opened
 
     archive = opened(file)
     if archive is None:
         cut = f"is cut short: {nbytes_words(nbytes)} of a zip without the directory at its end"
-        return _Look(True, [_cut(name, cut)])
+        return _FileReport(True, [_cut(name, cut)])
     problems: list[Finding] = []
     if level >= Level.RECORDS and is_of_torch(archive):
         checkpoint, problems = _opened(storage, name)
@@ -193,7 +195,7 @@ def _look_at_zip(storage: Storage, file: IO[bytes], name: str, nbytes: int, leve
     elif level >= Level.RECORDS:
         problems = _runs(file, name)
     damage = damaged_record(archive) if level >= Level.DEEP and not errors(problems) else ""
-    return _Look(True, [*problems, _wrong(name, f"is damaged in its record {damage}")] if damage else problems)
+    return _FileReport(True, [*problems, _wrong(name, f"is damaged in its record {damage}")] if damage else problems)
 
 
 def _opened(storage: Storage, name: str) -> tuple[Checkpoint | None, list[Finding]]:
@@ -215,7 +217,7 @@ def _unsafe(report: CheckReport) -> list[Finding]:
     return [finding for finding in report.findings if finding.is_error and finding.traits.effect is Effect.UNSAFE]
 
 
-def _look_at_values(checkpoint: Checkpoint, name: str) -> _Look:
+def _look_at_values(checkpoint: Checkpoint, name: str) -> _FileReport:
     """Read every byte of a file of torch.save, check its checksums, and look at the values of its tensors."""
     report = check(checkpoint, finite=True, threads=1)
     problems = _unsafe(report)
@@ -229,7 +231,7 @@ def _look_at_values(checkpoint: Checkpoint, name: str) -> _Look:
         elif finding.kind == "unreadable":
             problems.append(finding)
     not_finite = tuple(f"{name}: {fqn}" for fqn in report.not_finite)
-    return _Look(True, problems, not_finite, len(checkpoint.tensors) > 0)
+    return _FileReport(True, problems, not_finite, len(checkpoint.tensors) > 0)
 
 
 def _pickle_problems(file: IO[bytes], name: str, nbytes: int, level: Level) -> list[Finding]:
