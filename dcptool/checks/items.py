@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import ObjectEntry, TensorEntry, require_box
-from dcptool.checkpoint.extents import Examined, Payload, Record, place_words, whereabouts
+from dcptool.checkpoint.extents import Examined, Extent, Payload, Record, place_words, whereabouts
 from dcptool.checkpoint.fill import crc32
 from dcptool.checkpoint.findings import HOW_TO_LOAD, LOOK_AGAIN, Finding, unsafe_pickle
 from dcptool.checkpoint.items import FileItems, Placed, name_of
@@ -167,6 +167,7 @@ class _Scan:
         whole = max(piece // WIDEST_NBYTES, 1) * WIDEST_NBYTES  # no element lies in two pieces
         self._buffer = memoryview(bytearray(whole if wanted.deep else 0))
         self._seen: set[_Place] = set()
+        self._read_whole: set[Extent] = set()
         self._views: dict[_Place, list[Elements]] = {}
         self._examined: dict[int, Examined] = {}
         self._not_finite: Found = {}
@@ -236,9 +237,12 @@ class _Scan:
         if foreign:
             message = f"not proven: it is {foreign}, which dcptool does not look into"
             self._add("unsupported-item", placed, message, HOW_TO_LOAD)
+        again = placed.item in self._read_whole  # each tensor of a `.pt` has all its records
         unsure = all(record.crc32 is None for record in records if record.nbytes)
         nbytes = sum(record.nbytes for record in records) if unsure else 0
-        n_read = sum(self._read(placed, record) for record in records) if self._wanted.deep else 0
+        n_read = sum(self._read(placed, record) for record in records) if self._wanted.deep and not again else 0
+        if not self._checkpoint.format.items_apart:
+            self._read_whole.add(placed.item)
         misfit = _misfit(placed, payload) if payload and chunk else ""
         if misfit:
             self._add("wrong-item", placed, misfit, _TWO_SAVES)
