@@ -28,6 +28,7 @@ from dcptool.pickles.calls import Calls
 from dcptool.storage import Location, Storage, join
 from dcptool.storage.stream import stream
 from dcptool.words import nbytes as nbytes_words
+from dcptool.words import plural
 
 _KNOWN = (*SUFFIXES, ".npz", ".json")
 _OF_STATE = (*SUFFIXES, ".npz")
@@ -50,7 +51,7 @@ class SideFiles(NamedTuple):
         n_unproven: how many hold nothing that tells whether their bytes are what was written.
         unproven_nbytes: bytes of these.
         not_finite: "NAME: FQN" of tensors in them with NaN or infinities, if that was asked.
-        n_of_tensors: then, how many have tensors whose values were looked at.
+        n_seen: then, how many files were looked into for their values.
     """
 
     names: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ class SideFiles(NamedTuple):
     n_unproven: int = 0
     unproven_nbytes: int = 0
     not_finite: tuple[str, ...] = ()
-    n_of_tensors: int = 0
+    n_seen: int = 0
 
 
 class _FileReport(NamedTuple):
@@ -67,7 +68,7 @@ class _FileReport(NamedTuple):
     proven: bool
     problems: Sequence[Finding]
     not_finite: tuple[str, ...] = ()
-    has_tensors: bool = False
+    seen: bool = False
 
 
 def look_at(
@@ -97,8 +98,8 @@ def look_at(
     findings = tuple(finding for look in found.values() for finding in look.problems)
     not_finite = tuple(name for look in found.values() for name in look.not_finite)
     unproven_nbytes = sum(files[name] for name in unproven)
-    n_of_tensors = sum(look.has_tensors for look in found.values())
-    return SideFiles(tuple(names), findings, len(unproven), unproven_nbytes, not_finite, n_of_tensors)
+    n_seen = sum(look.seen for look in found.values())
+    return SideFiles(tuple(names), findings, len(unproven), unproven_nbytes, not_finite, n_seen)
 
 
 def patterns_of(files: Iterable[str], marker: str) -> frozenset[str]:
@@ -226,12 +227,14 @@ def _look_at_values(checkpoint: Checkpoint, name: str) -> _FileReport:
             problems.append(_wrong(name, f"is damaged: {finding.message}"))
         elif finding.kind in ("not-finite", "finite-unknown"):
             problems.append(inside(name, finding))
-        elif finding.is_error and finding.traits.effect is Effect.UNREAD:
-            problems.append(_unseen(name, finding.message))
         elif finding.kind == "unreadable":
             problems.append(finding)
+    if (
+        report.tally.n_unread
+    ):  # others that are not looked into, as DTensors, have plain tensors inside, which were seen
+        problems.append(_unseen(name, f"{plural(report.tally.n_unread, 'tensor')} cannot be read"))
     not_finite = tuple(f"{name}: {fqn}" for fqn in report.not_finite)
-    return _FileReport(True, problems, not_finite, len(checkpoint.tensors) > 0)
+    return _FileReport(True, problems, not_finite, seen=True)
 
 
 def _pickle_problems(file: IO[bytes], name: str, nbytes: int, level: Level) -> list[Finding]:

@@ -65,7 +65,7 @@ def judge(
         problems += [*side_files.findings, *missing]
         problems += not_read(saved, side_files, options.depth) if by_files else []
     not_finite = (*found.not_finite, *side_files.not_finite)
-    if options.finite and by_files and not side_files.n_of_tensors:
+    if options.finite and by_files and not side_files.n_seen:
         message = "whether its tensors are finite is not known: dcptool reads none of them"
         problems.append(Finding.of("finite-unknown", message))
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
