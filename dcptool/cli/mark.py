@@ -12,6 +12,7 @@ from dcptool.cli import options
 @click.command(epilog="Example: dcptool mark ckpt/step_500")
 @click.argument("path", metavar="CKPT", type=options.PATH)
 @click.option("--checksums", is_flag=True, help="Also keep the SHA-256 of every file; reads every byte.")
+@click.option("--saved", is_flag=True, help="Mark it as the job that has just saved it: it is the newest of its run.")
 @options.marker
 @options.threads
 @options.output

@@ -23,7 +23,7 @@ from dcptool.frameworks.profile import SavedStep
 from dcptool.frameworks.values import reader
 from dcptool.ops.verify.parts import FoundParts, check_parts
 from dcptool.ops.verify.verdict import DEFAULTS, MADE_HERE, State, Verdict, VerifyOptions
-from dcptool.runs.activity import folders_of, last_written, list_files, sign_of_writing
+from dcptool.runs.activity import folders_of, last_written, left_behind, list_files, sign_of_writing
 from dcptool.storage import Location, Progress, base_name, locate
 
 
@@ -69,6 +69,7 @@ def judge(
         message = "whether its tensors are finite is not known: dcptool reads none of them"
         problems.append(Finding.of("finite-unknown", message))
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
+    problems += [_left_behind(name) for name in left_behind(location, folders_of(names))]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
         problems = [problem for problem in problems if problem.kind != "mixed-times"]
     if options.require_marker and marker is None and not _is_about_marker(problems):
@@ -147,6 +148,11 @@ def _markers(
 
 def _is_about_marker(problems: Iterable[Finding]) -> bool:
     return any(problem.traits.effect is Effect.UNMARKED for problem in problems)
+
+
+def _left_behind(name: str) -> Finding:
+    message = f"{name} was left by a dcptool that was killed: it belongs to nothing"
+    return Finding.of("left-behind", message, name, next_step="The next dcptool mark or rescue there removes it.")
 
 
 def _missing_part(name: str) -> Finding:
