@@ -36,6 +36,8 @@ class Effect(str, Enum):
     """Something cannot be looked into here: nothing is known of it."""
     UNMARKED = "unmarked"
     """It may be whole, but has no valid marker."""
+    UNWANTED = "complete"
+    """All is there as it was saved, and its values are not what one wants."""
 
 
 class Kind(NamedTuple):
@@ -180,8 +182,11 @@ KINDS = {
     "layer-stacks": _note("one tensor holds all layers"),
     "side-files": _note("files of a framework lie beside it"),
     "unmatched-glob": _note("of diff too: a name or glob of `--keys` or `--exclude` matches nothing"),
-    # Of inspect --stats.
-    "not-finite": _warning("tensors hold NaN or infinities"),
+    # Of inspect --stats, and of --finite.
+    "not-finite": _warning(
+        "tensors hold NaN or infinities; an error of `--finite`, which the state does not tell", Effect.UNWANTED
+    ),
+    "finite-unknown": _warning("`--finite` was asked, and no value of a tensor, or not all, could be looked at"),
     "all-zero": _note("tensors hold zeros only"),
     "never-updated": _note("second moments are zero: no gradient has reached these parameters"),
     "constant": _note("tensors hold one value only"),

@@ -64,7 +64,11 @@ def judge(
         made_here = marker is not None and valid and marker.writer in MADE_HERE
         resume, missing = resume_of(saved, side_files.names, as_it_is=made_here)
         problems += [*side_files.findings, *missing]
-        problems += not_read(saved, side_files, options.level) if by_files else []
+        problems += not_read(saved, side_files, options.depth) if by_files else []
+    not_finite = (*found.not_finite, *side_files.not_finite)
+    if options.finite and by_files and not side_files.n_seen:
+        message = "whether its tensors are finite is not known: dcptool reads none of them"
+        problems.append(Finding.of("finite-unknown", message))
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
     problems += [_left_behind(name) for name in left_behind(location, folders_of(names))]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
@@ -89,12 +93,14 @@ def judge(
         len(files),
         sum(files.values()),
         last_written(location, listing),
-        options.level,
+        options.depth,
         found.tally,
         resume,
         tuple(dict.fromkeys(fqn.partition(".")[0] for part in found.opened.values() for fqn in part)),
         side_files,
         patterns_of(files, options.marker),
+        _are_finite(problems, not_finite) if options.finite else None,
+        not_finite,
     )
 
 
@@ -114,12 +120,20 @@ def beside_step(location: Location, opened: Mapping[str, Checkpoint]) -> list[Fi
     return [*side_files.findings, *missing]
 
 
+def _are_finite(problems: Sequence[Finding], not_finite: Sequence[str]) -> bool | None:
+    """Tell whether all values are finite; None if there is reason to think that not all were seen."""
+    if not_finite:
+        return False
+    unseen = any(finding.kind == "finite-unknown" for finding in problems)
+    return None if unseen or state_of(problems) not in (State.COMPLETE, State.UNMARKED) else True
+
+
 def _look_beside(location: Location, step: SavedStep, options: VerifyOptions) -> SideFiles:
     """Look at the files of a step that no checkpoint in it uses; some trainers' have names that DCP has itself."""
     used = {f"{part}/{name}" if part else name for part, found in step.parts.items() for name in found.usage}
     names = {*beside(step.files, options.marker), *filter(is_needed, step.files)} - used
     files = {name: nbytes for name, nbytes in step.files.items() if name in names}
-    return look_at(location.storage, files, options.level, options.threads)
+    return look_at(location.storage, files, options.depth, options.threads, options.finite)
 
 
 def _markers(
@@ -141,7 +155,7 @@ def _markers(
         if marker:
             markers[folder] = marker._replace(name=prefix + marker.name)
             wrong += marker_problems(marker, storage, there)
-            wrong += checksum_problems(marker, storage, there) if options.level >= Level.DEEP else []
+            wrong += checksum_problems(marker, storage, there) if options.depth >= Level.DEEP else []
         problems += [inside(folder, finding) for finding in wrong]
     covered = [next((folder for folder in folders_of([part]) if folder in markers), None) for part in parts]
     first = next((folder for folder in covered if folder is not None), None)

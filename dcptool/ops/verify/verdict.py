@@ -55,6 +55,7 @@ class VerifyOptions(NamedTuple):
         also: further folders that hold other parts of the same save.
         threads: how many read at the same time, None for the number of processors.
         by: "number" or "time" to order the steps of a run by these alone; None for the order that markers tell.
+        finite: whether a step with tensors that hold NaN or infinities is to be told; every byte is read for it.
     """
 
     level: Level = Level.METADATA
@@ -65,6 +66,12 @@ class VerifyOptions(NamedTuple):
     also: tuple[str, ...] = ()
     threads: int | None = None
     by: str | None = None
+    finite: bool = False
+
+    @property
+    def depth(self) -> Level:
+        """How closely is looked: as `level` says, or at every byte if values are asked for."""
+        return Level.DEEP if self.finite else self.level
 
 
 DEFAULTS = VerifyOptions()
@@ -101,6 +108,8 @@ class Verdict(NamedTuple):
         groups: first parts of the names of its entries.
         side_files: files beside the checkpoints in it.
         patterns: names of such files, with the numbers in them taken out, to compare with other steps.
+        finite: whether all values of its tensors are finite numbers; None if that was not asked, or not all were seen.
+        not_finite: names of tensors with values that are not, "PART: FQN" of those in a part.
     """
 
     path: str
@@ -119,6 +128,8 @@ class Verdict(NamedTuple):
     groups: tuple[str, ...] = ()
     side_files: SideFiles = SideFiles()
     patterns: frozenset[str] = frozenset()
+    finite: bool | None = None
+    not_finite: tuple[str, ...] = ()
 
     @property
     def resumable(self) -> bool | None:
