@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import IO, NamedTuple
 
 from dcptool.checkpoint.findings import Finding, cannot_be_read, unsafe_pickle
@@ -46,7 +46,7 @@ class SideFiles(NamedTuple):
     Attributes:
         names: of them, sorted.
         findings: what is wrong with them.
-        n_unproven: how many hold nothing that tells whether their bytes are what was written.
+        n_unproven: how many hold nothing that tells whether their bytes are what was written, nor does anything else.
         unproven_nbytes: bytes of these.
     """
 
@@ -56,7 +56,9 @@ class SideFiles(NamedTuple):
     unproven_nbytes: int = 0
 
 
-def look_at(storage: Storage, files: Mapping[str, int], level: Level, threads: int | None) -> SideFiles:
+def look_at(
+    storage: Storage, files: Mapping[str, int], level: Level, threads: int | None, vouched_for: Collection[str] = ()
+) -> SideFiles:
     """Look at files beside the checkpoints of a step.
 
     Args:
@@ -64,6 +66,7 @@ def look_at(storage: Storage, files: Mapping[str, int], level: Level, threads: i
         files: bytes of each, by its name there.
         level: METADATA reads a file's beginning and its end; RECORDS pickles too; DEEP every byte of zips.
         threads: how many read at the same time; None for the number of processors.
+        vouched_for: files that a marker or a manifest has a digest of.
     """
     names = sorted(files)
     known = [
@@ -76,7 +79,7 @@ def look_at(storage: Storage, files: Mapping[str, int], level: Level, threads: i
 
         with Pool(threads) as pool:
             found = dict(pool.run(lambda name: _look_at(storage, name, files[name], level), known))
-    unproven = [name for name in names if not found.get(name, (False,))[0]]
+    unproven = [name for name in names if name not in vouched_for and not found.get(name, (False,))[0]]
     findings = tuple(finding for _, problems in found.values() for finding in problems)
     return SideFiles(tuple(names), findings, len(unproven), sum(files[name] for name in unproven))
 

@@ -82,6 +82,15 @@ class PartReport(NamedTuple):
     save_id: str | None
 
 
+class ManifestReport(NamedTuple):
+    """A manifest beside a checkpoint: how many files it lists, and how many of them were compared with it."""
+
+    name: str
+    algorithm: str
+    n_files: int
+    n_compared: int
+
+
 class Verdict(NamedTuple):
     """The verdict on one folder.
 
@@ -101,6 +110,7 @@ class Verdict(NamedTuple):
         groups: first parts of the names of its entries.
         side_files: files beside the checkpoints in it.
         patterns: names of such files, with the numbers in them taken out, to compare with other steps.
+        manifests: those of other software in it that could be read.
     """
 
     path: str
@@ -119,6 +129,7 @@ class Verdict(NamedTuple):
     groups: tuple[str, ...] = ()
     side_files: SideFiles = SideFiles()
     patterns: frozenset[str] = frozenset()
+    manifests: tuple[ManifestReport, ...] = ()
 
     @property
     def resumable(self) -> bool | None:
