@@ -13,7 +13,7 @@ NBYTES = {"md5": 16, "sha1": 20, "sha224": 28, "sha256": 32, "sha384": 48, "sha5
 BLAKE2 = "blake2b"
 
 
-class Wanted(NamedTuple):
+class WantedDigest(NamedTuple):
     """A digest that is wanted of a file.
 
     Attributes:
@@ -33,7 +33,7 @@ def is_computed(algorithm: str, digest_nbytes: int) -> bool:
     return 0 < digest_nbytes <= 64 if algorithm == BLAKE2 else NBYTES.get(algorithm) == digest_nbytes
 
 
-def digests(storage: Storage, name: str, nbytes: int, wanted: Collection[Wanted]) -> dict[Wanted, str]:
+def digests(storage: Storage, name: str, nbytes: int, wanted: Collection[WantedDigest]) -> dict[WantedDigest, str]:
     """Read a file once and return its digests, in hexadecimal digits.
 
     Args:
@@ -46,7 +46,7 @@ def digests(storage: Storage, name: str, nbytes: int, wanted: Collection[Wanted]
         StorageError: the file cannot be read.
     """
     waiting = sorted(wanted, key=lambda one: one.start, reverse=True)
-    going: list[tuple[Wanted, Any]] = []
+    going: list[tuple[WantedDigest, Any]] = []
     found = {}
     buffer = memoryview(bytearray(min(storage.piece_nbytes, nbytes)))
     for start in range(0, nbytes, storage.piece_nbytes):
@@ -72,10 +72,10 @@ def sha256(storage: Storage, name: str, nbytes: int) -> str:
     return digests(storage, name, nbytes, [SHA256])[SHA256]
 
 
-SHA256 = Wanted("sha256", NBYTES["sha256"])
+SHA256 = WantedDigest("sha256", NBYTES["sha256"])
 
 
-def _new(wanted: Wanted) -> Any:
+def _new(wanted: WantedDigest) -> Any:
     if wanted.algorithm == BLAKE2:
         return hashlib.blake2b(digest_size=wanted.digest_nbytes)
     return hashlib.new(wanted.algorithm, usedforsecurity=False)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from dcptool.checkpoint.findings import Finding, cannot_be_read
 from dcptool.checkpoint.kinds import Severity
 from dcptool.errors import StorageError
-from dcptool.formats.digests import BLAKE2, NBYTES, Wanted, is_computed
+from dcptool.formats.digests import BLAKE2, NBYTES, WantedDigest, is_computed
 from dcptool.storage import Storage, base_name, is_inside
 from dcptool.words import listed, plural
 
@@ -53,7 +53,7 @@ class Digest(NamedTuple):
 
     file: str
     value: str
-    wanted: Wanted | None
+    wanted: WantedDigest | None
 
 
 class Manifest(NamedTuple):
@@ -163,7 +163,7 @@ def _manifest(name: str, found: Iterable[_Listed]) -> Manifest:
                 raise ValueError(f"the parts of {one.file!r} do not follow one another")
             nbytes[one.file] = one.end
         computed = is_computed(one.algorithm, length)
-        wanted = Wanted(one.algorithm, length, one.start, one.end) if computed else None
+        wanted = WantedDigest(one.algorithm, length, one.start, one.end) if computed else None
         digests.append(Digest(one.file, one.value.lower(), wanted))
     return Manifest(name, ", ".join(sorted({one.algorithm for one in found})), digests, nbytes)
 

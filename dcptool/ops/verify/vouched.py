@@ -13,7 +13,7 @@ from dcptool.checkpoint.findings import Finding, cannot_be_read, inside
 from dcptool.checks.check import Level
 from dcptool.copying.pool import Pool
 from dcptool.errors import StorageError
-from dcptool.formats.digests import SHA256, Wanted, digests
+from dcptool.formats.digests import SHA256, WantedDigest, digests
 from dcptool.formats.manifests import Manifest, is_manifest_name, read_manifests
 from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, Marker, marker_problems, read_marker
 from dcptool.ops.verify.verdict import ManifestReport, VerifyOptions
@@ -48,7 +48,7 @@ class _Claim(NamedTuple):
     by: str
     file: str
     value: str
-    wanted: Wanted
+    wanted: WantedDigest
 
 
 def look_for_vouchers(
@@ -78,7 +78,7 @@ def look_for_vouchers(
         found, wrong = _manifests(Location(storage, location.file), there)
         folders = {name.rpartition("/")[0] for name in there} if found else set()
         for manifest in found:
-            wrong += _listed_problems(manifest, storage, there, folders)
+            wrong += _listed_problems(manifest, storage, there, folders) + _not_computed(manifest)
             manifests.append(_below(prefix, manifest))
         of_manifests += [inside(folder, finding) for finding in wrong]
     marked = [claim for folder, marker in markers.items() for claim in _marked(folder, marker)]
@@ -90,7 +90,6 @@ def look_for_vouchers(
         of_markers += unread
         for manifest in manifests:
             of_manifests += _not_as_listed(manifest, wrong_files, n_compared[manifest.name])
-            of_manifests += _unknown(manifest)
     reports = (ManifestReport(one.name, one.algorithm, len(one.files), n_compared[one.name]) for one in manifests)
     vouched_for = frozenset(claim.file for claim in (*marked, *claimed))
     marker = _of_all(markers, parts)
@@ -191,7 +190,7 @@ def _compare(
     unread: list[Finding] = []
     n_compared: Counter[str] = Counter()
 
-    def look(file: str) -> Mapping[Wanted, str] | StorageError | None:
+    def look(file: str) -> Mapping[WantedDigest, str] | StorageError | None:
         try:
             size = files[file] if file in files else storage.size(file)
             if size is None:
@@ -232,7 +231,7 @@ def _not_as_listed(manifest: Manifest, wrong: set[_Claim], n_compared: int) -> l
     ]
 
 
-def _unknown(manifest: Manifest) -> list[Finding]:
+def _not_computed(manifest: Manifest) -> list[Finding]:
     """Note what could not be compared because the algorithm is not known here."""
     files = {digest.file for digest in manifest.digests if digest.wanted is None}
     if not files:
