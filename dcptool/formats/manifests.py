@@ -27,12 +27,16 @@ from dcptool.storage import Storage, base_name, is_inside
 from dcptool.words import listed, plural
 
 INTEGRITY = "integrity.json"
-MAX_MANIFEST_NBYTES = 64 << 20
+MAX_MANIFEST_NBYTES = 16 << 20
+_MAX_NAME_LENGTH = 4096
 _HASHES = "|".join(NBYTES)
 _SUMS = re.compile(rf"({_HASHES}|b2)(?:sums?)?(?:\.txt)?|checksums?(?:\.txt)?", re.IGNORECASE)
 _SIDECAR = re.compile(rf"(.+)\.({_HASHES}|b2)(?:sums?)?", re.IGNORECASE)
 _SIGNATURE = re.compile(r".+\.(?:sig|sigstore|sigstore\.json)|model_signature|claims\.jsonl")
-_HEX = re.compile(r"(?:[0-9a-fA-F]{2})+")
+_NAMES = re.compile(
+    rf"(?:.*/)?(?:{re.escape(INTEGRITY)}|(?i:{_SUMS.pattern}|{_SIDECAR.pattern})|{_SIGNATURE.pattern})", re.DOTALL
+)
+_HEX = re.compile(r"(?:[0-9a-fA-F]{2}){1,64}")
 _PLAIN = re.compile(rf"(\\?)({_HEX.pattern}) [ *]?(.+)", re.DOTALL)
 _TAGGED = re.compile(rf"(\\?)([A-Za-z0-9/-]+) ?\((.+)\) ?= ?({_HEX.pattern})", re.DOTALL)
 _TAG = re.compile(r"(md5|sha1|blake2b|sha2?-?(?:224|256|384|512))(?:-\d+)?", re.IGNORECASE)
@@ -89,8 +93,7 @@ class _Listed(NamedTuple):
 
 def is_manifest_name(name: str) -> bool:
     """Tell whether a file is one of digests, by the last part of its name."""
-    name = base_name(name)
-    return name == INTEGRITY or any(pattern.fullmatch(name) for pattern in (_SUMS, _SIDECAR, _SIGNATURE))
+    return _NAMES.fullmatch(name) is not None
 
 
 def read_manifests(storage: Storage, files: Mapping[str, int]) -> tuple[list[Manifest], list[Finding]]:
@@ -175,7 +178,12 @@ def _placed(
 
     A shell makes the file that `sha256sum * > SHA256SUMS` writes before it lists it. One that was written from a folder
     above has that path in front of all names; it is taken off where it ends with the name of this folder.
+
+    Raises:
+        ValueError: a name is longer than any is.
     """
+    if any(len(one.file) > _MAX_NAME_LENGTH for one in found):
+        raise ValueError(f"a name in it has more than {_MAX_NAME_LENGTH:,} characters")
     named = [one._replace(file=posixpath.normpath(one.file)) for one in found]
     above = posixpath.commonprefix([posixpath.dirname(one.file) + "/" for one in named])
     above = above[: above.rfind("/") + 1]
