@@ -31,8 +31,8 @@ MAX_MANIFEST_NBYTES = 16 << 20
 _MAX_NAME_LENGTH = 4096
 _HASHES = "|".join(NBYTES)
 _SUMS = re.compile(rf"({_HASHES}|b2)(?:sums?)?(?:\.txt)?|checksums?(?:\.txt)?", re.IGNORECASE)
-_SIDECAR = re.compile(rf"(.+)\.({_HASHES}|b2)(?:sums?)?", re.IGNORECASE)
-_SIGNATURE = re.compile(r".+\.(?:sig|sigstore|sigstore\.json)|model_signature|claims\.jsonl")
+_SIDECAR = re.compile(rf"([^/]+)\.({_HASHES}|b2)(?:sums?)?", re.IGNORECASE)
+_SIGNATURE = re.compile(r"[^/]+\.(?:sig|sigstore|sigstore\.json)|model_signature|claims\.jsonl")
 _NAMES = re.compile(
     rf"(?:.*/)?(?:{re.escape(INTEGRITY)}|(?i:{_SUMS.pattern}|{_SIDECAR.pattern})|{_SIGNATURE.pattern})", re.DOTALL
 )
