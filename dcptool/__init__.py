@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from dcptool.ops.interval import optimal_interval, read_cadence
     from dcptool.ops.latest import find_latest, find_steps
     from dcptool.ops.mark import mark_complete
-    from dcptool.ops.prune import delete_steps, plan_prune
+    from dcptool.ops.prune.delete import delete_steps
+    from dcptool.ops.prune.plan import plan_prune
     from dcptool.ops.report.report import write_report
     from dcptool.ops.rescue.rescue import rescue
     from dcptool.ops.reshard.reshard import ReshardOptions, reshard
@@ -68,7 +69,8 @@ _MODULES = {
     "ops.interval": ("optimal_interval", "read_cadence"),
     "ops.latest": ("find_latest", "find_steps"),
     "ops.mark": ("mark_complete",),
-    "ops.prune": ("delete_steps", "plan_prune"),
+    "ops.prune.delete": ("delete_steps",),
+    "ops.prune.plan": ("plan_prune",),
     "ops.report.report": ("write_report",),
     "ops.rescue.rescue": ("rescue",),
     "ops.reshard.reshard": ("ReshardOptions", "reshard"),

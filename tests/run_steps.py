@@ -10,7 +10,9 @@ from pathlib import Path
 import dcptool
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checks.check import Level
-from dcptool.ops.prune import delete_steps, make_plan, plan_prune
+from dcptool.ops.prune.delete import delete_steps
+from dcptool.ops.prune.plan import plan_prune
+from dcptool.ops.prune.prune import make_plan
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
 from tests.conftest import FOREIGN
 

@@ -155,6 +155,7 @@ KINDS = {
     # What else a listing shows.
     "in-copies": _note("data files are in `copy-0/` or its like, where their writer keeps copies"),
     "leftover-files": _note("data files the metadata does not name"),
+    "left-behind": _note("a temporary file of dcptool, which was killed as it wrote a marker or metadata"),
     "mixed-times": _note("files were written at two times, as by two saves"),
     # safetensors and `.pt` files.
     "bad-file": _error("the header of one file of several cannot be read"),

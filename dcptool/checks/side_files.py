@@ -32,6 +32,8 @@ _KNOWN = (*SUFFIXES, ".npz", ".json")
 _OF_STATE = (*SUFFIXES, ".npz")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _NEVER_ZEROS = (".pt", ".pth", ".ckpt", ".pkl", ".npz")
+_NO_PICKLE = (b"<", b"{", b"#", b"/", b"-", b"\n", b" ", b"\xff")
+"""First bytes that no pickle, no archive and no compressed file has: of pages, JSON, scripts, logs."""
 _START_NBYTES = 64
 _SMALL_NBYTES = 64 << 10
 """What is read at once of a file: all of most."""
@@ -90,7 +92,7 @@ def patterns_of(files: Iterable[str], marker: str) -> frozenset[str]:
     Only those of kinds that trainers keep state in: other files may come and go. Numbers stay where a trainer gives a
     file the same one in each step.
     """
-    names = [name for name in beside(files, marker) if name.endswith(_OF_STATE)]
+    names = beside((name for name in files if name.endswith(_OF_STATE)), marker)
     return frozenset(name if is_regular(name) else re.sub(r"\d+", "N", name) for name in names)
 
 
@@ -131,6 +133,9 @@ def _problems(storage: Storage, name: str, nbytes: int, level: Level) -> tuple[b
         return False, [cannot_be_read(error, name)]
     if not any(start[:_START_NBYTES]) and name.endswith(_NEVER_ZEROS):
         return False, [_wrong(name, "begins with zero bytes, as after a crash of the machine that wrote it")]
+    if start[:1] in _NO_PICKLE and name.endswith(_NEVER_ZEROS):
+        severity = None if is_needed(name) else Severity.WARNING
+        return False, [_wrong(name, f"is no zip and no pickle: it begins with {start[:12]!r}", severity)]
     return False, []
 
 

@@ -12,6 +12,7 @@ from dcptool.cli import options
 @click.command(epilog="Example: dcptool mark ckpt/step_500")
 @click.argument("path", metavar="CKPT", type=options.PATH)
 @click.option("--checksums", is_flag=True, help="Also keep the SHA-256 of every file; reads every byte.")
+@click.option("--saved", is_flag=True, help="Mark it as the job that has just saved it: it is the newest of its run.")
 @options.marker
 @options.threads
 @options.output
@@ -32,7 +33,10 @@ def mark(path: str, **chosen: Any) -> int:
         marked = mark_complete(path, **chosen, progress=progress)
     files, side = marked.marker.files, marked.verdict.side_files
     what = f"{plural(len(files), 'file')}, {nbytes(sum(files.values()))}"
-    if side.n_unproven and not chosen["checksums"]:
+    before = marked.verdict.marker
+    if before and before.sha256 and not chosen["checksums"]:
+        what += f" (the {shown(before.name)} before held the SHA-256 of its files; --checksums keeps that)"
+    elif side.n_unproven and not chosen["checksums"]:
         what += f" ({uncheckable(side)}; --checksums vouches for {'it' if side.n_unproven == 1 else 'them'} too)"
     options.answer(
         lambda: {"path": marked.path, **json.loads(marked.marker.document())},

@@ -16,6 +16,7 @@ from dcptool.cli import options
 @click.option("--archive-every", type=click.IntRange(1), metavar="STEPS", help="Keep every multiple of this too.")
 @click.option("--include-incomplete", is_flag=True, help="Delete incomplete, damaged and unmarked steps too …")
 @click.option("--older-than", type=options.DURATION, help="… that were last written so long ago.")
+@click.option("--deep", is_flag=True, help="Check every byte of the newest step that is kept before anything goes.")
 @options.by
 @options.require_parts
 @options.require_marker
@@ -29,21 +30,25 @@ def prune(
     archive_every: int | None,
     include_incomplete: bool,
     older_than: float | None,
+    deep: bool,
     dry_run: bool,
     yes: bool,
     **chosen: Any,
 ) -> int:
     """Delete old checkpoints of a run.
 
-    Only complete steps count toward --keep. Never deleted are the newest complete step, what a pointer names, what a
-    kept step has links into, what is being written, and what could not be read. Shows the plan and asks; off a terminal
-    --dry-run or --yes is needed.
+    Only complete steps count toward --keep. Never deleted are the newest complete step, the newest to resume from, the
+    newest with checksums in its marker, what a pointer or the record of the best step names, what a kept step has links
+    into, what is being written, and what could not be read. Before anything goes, the headers of every item of the
+    newest step that is kept are looked at. Shows the plan and asks; off a terminal --dry-run or --yes is needed.
 
     Exits 1 if something was not deleted after all.
     """
     import time
 
-    from dcptool.ops.prune import delete_steps, make_plan
+    from dcptool.cli.progress import bar
+    from dcptool.ops.prune.delete import delete_steps
+    from dcptool.ops.prune.prune import make_plan
     from dcptool.ops.verify.verdict import VerifyOptions
     from dcptool.render.prune import deleted_lines, plan_json, plan_text
 
@@ -64,10 +69,12 @@ def prune(
         older_than=older_than or 0.0,
         now=time.time(),
     )
-    options.say(plan_text(plan))
+    proof = options.level_of(True, deep)
+    options.say(plan_text(plan, proof))
     deleted = None
     if plan.removed and (yes or (ask and click.confirm(f"delete {len(plan.removed)} of {len(plan.decisions)} steps?"))):
-        deleted = delete_steps(plan, meant)
+        with bar() as progress:
+            deleted = delete_steps(plan, meant, proof=proof, progress=progress)
     if options.wants_json():
         options.print_json(plan_json(plan, deleted))
     elif deleted:

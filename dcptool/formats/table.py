@@ -60,7 +60,8 @@ def fills_folder(files: Mapping[str, int]) -> bool:
 
 def is_metadata(name: str) -> bool:
     """Tell whether a file says where everything of a checkpoint is, in any format."""
-    return any(known.format.is_metadata(base_name(name)) for known in FORMATS)
+    last = name.rpartition("/")[2]
+    return any(known.format.is_metadata(last) for known in FORMATS)
 
 
 def is_own_name(name: str) -> bool:
@@ -71,12 +72,14 @@ def is_own_name(name: str) -> bool:
 def beside(files: Iterable[str], marker: str = NAME) -> list[str]:
     """Return the files that by their names are no checkpoint's, marker's or manifest's: what a trainer put beside."""
     markers = {marker, NAME, *FOREIGN, *NEGATIVE}
-    return [
-        name for name in files
-        if not (is_own_name(name) or is_metadata(name) or base_name(name) in markers or is_temporary(name))
-        and not (name.endswith((NEGATIVE_SUFFIX, ".tmp")) or base_name(name).startswith("._"))
-        and not is_manifest_name(name)
-    ]  # fmt: skip
+
+    def is_beside(name: str) -> bool:
+        last = name.rpartition("/")[2]
+        if last in markers or last.startswith("._") or last.endswith((NEGATIVE_SUFFIX, ".tmp")) or is_temporary(last):
+            return False
+        return not (is_own_name(name) or is_metadata(last) or is_manifest_name(last))
+
+    return list(filter(is_beside, files))
 
 
 def vouching(files: Iterable[str], marker: str = NAME) -> list[str]:

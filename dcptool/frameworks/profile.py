@@ -127,7 +127,7 @@ class Needed(NamedTuple):
 
     def matches(self, name: str) -> bool:
         """Tell whether a file is, or is one of, this."""
-        return any(_pattern(form).fullmatch(name) for form in self.names)
+        return any(pattern_of(form).fullmatch(name) for form in self.names)
 
 
 def ranks_of_parts(step: SavedStep) -> Places:
@@ -179,7 +179,7 @@ class Profile(NamedTuple):
 
     def follows(self, name: str) -> Follow | None:
         """Return what becomes of a file, or of the folder of a part, with another number of ranks; None if unknown."""
-        forms = ((needed, form) for needed in self.needed for form in needed.names if _pattern(form).fullmatch(name))
+        forms = ((needed, form) for needed in self.needed for form in needed.names if pattern_of(form).fullmatch(name))
         known = [needed.follows(form) for needed, form in forms]
         known += [extra.follows for extra in self.extras if re.fullmatch(extra.pattern, name)]
         return known[0] if known else None
@@ -241,7 +241,8 @@ def highest(pattern: str, names: Iterable[str]) -> int:
 
 
 @cache
-def _pattern(form: str) -> re.Pattern[str]:
+def pattern_of(form: str) -> re.Pattern[str]:
+    """Return what the names match that a form stands for."""
     pieces = re.split(r"\{(\w+)\}", form)
     fixed = [re.escape(piece) for piece in pieces[::2]]
     return re.compile(

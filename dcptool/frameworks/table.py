@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from functools import cache
+
 from dcptool.frameworks.accelerate import ACCELERATE
 from dcptool.frameworks.composer import COMPOSER
 from dcptool.frameworks.deepspeed import DEEPSPEED, DEEPSPEED_ACCELERATE, DEEPSPEED_TRAINER, DEEPSPEED_UNIVERSAL
@@ -10,7 +13,7 @@ from dcptool.frameworks.lightning import LIGHTNING
 from dcptool.frameworks.megatron import MEGATRON, MEGATRON_BRIDGE, MEGATRON_LEGACY
 from dcptool.frameworks.nemo import NEMO
 from dcptool.frameworks.olmo import OLMO
-from dcptool.frameworks.profile import Profile, SavedStep
+from dcptool.frameworks.profile import Profile, SavedStep, pattern_of
 from dcptool.frameworks.rank_files import SKYRL, VERL
 from dcptool.frameworks.torch_checkpointing import TORCH_CHECKPOINTING
 from dcptool.frameworks.torchtitan import TORCHTITAN
@@ -58,7 +61,14 @@ def holds(name: str) -> str:
 
 def is_needed(name: str) -> bool:
     """Tell whether a file of this name is one that some trainer resumes with."""
-    return any(profile.needs(name) for profile in PROFILES)
+    return _needed_names().fullmatch(name) is not None
+
+
+@cache
+def _needed_names() -> re.Pattern[str]:
+    """Return what the names of all files match that some trainer resumes with: folders hold thousands of others."""
+    forms = (form for profile in PROFILES for needed in profile.needed for form in needed.names)
+    return re.compile("|".join(dict.fromkeys(pattern_of(form).pattern for form in forms)))
 
 
 def is_regular(name: str, framework: str = "") -> bool:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
+from dcptool.checks.check import Level
 from dcptool.checks.side_files import patterns_of
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError
 from dcptool.formats.detect import find_parts, open_part
@@ -41,7 +42,7 @@ class Step(NamedTuple):
 
 
 class Latest(NamedTuple):
-    """The answer.
+    """The answer: false if there is nothing to resume from, else a path of what there is.
 
     Attributes:
         run: path of the run directory.
@@ -63,6 +64,19 @@ class Latest(NamedTuple):
     def path(self) -> str | None:
         """Path of the newest complete step, None if there is none."""
         return self.verdict.path if self.verdict else None
+
+    def __bool__(self) -> bool:
+        return self.verdict is not None
+
+    def __fspath__(self) -> str:
+        """Return the path of the newest complete step, for whatever takes a path.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+        """
+        if self.verdict is None:
+            raise CheckpointNotFoundError(self.problem or f"{self.run} has no complete step to resume from")
+        return self.verdict.path
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
@@ -110,22 +124,21 @@ def find_latest(
         CheckpointNotFoundError: there is no such directory.
         StorageError: it cannot be listed; or the newest step cannot be read, which says nothing against it.
     """
-    location = locate(run_dir)
+    location = locate(run_dir, options.also)
     if location.file is not None:
         raise CheckpointNotFoundError(f"{location.path} is a file, no run directory")
     runs = find_runs(location)
     if len(runs) != 1:
         return Latest(location.path, None, (), (), listed(location.path, runs))
     run = runs[0]
-    options = options._replace(also=())
-    storage = locate(run.path).storage
+    storage = run.below(location.storage)
     skipped: list[Verdict] = []
     answer: Verdict | None = None
-    saves = in_order(run, options.marker, options.by)
+    saves = in_order(run, options.marker, options.by, storage)
     names = [save.name for save in saves]
-    newest_first = names[: names.index(before) if before in names else len(names)][::-1]
-    for position, name in enumerate(newest_first):
-        verdict = judge_step(run, name, options)
+    newest_first = saves[: names.index(before) if before in names else len(names)][::-1]
+    for position, save in enumerate(newest_first):
+        verdict = judge_step(run, save.name, options)
         if verdict is None:  # deleted meanwhile
             continue
         verdict = _beside_older(verdict, storage, newest_first[position + 1 :], options)
@@ -138,7 +151,7 @@ def find_latest(
     if answer is None:
         answer = next((verdict for verdict in skipped if verdict.state is State.COMPLETE), None)
         skipped = skipped[: skipped.index(answer)] if answer else skipped
-    pointers = pointer_problems(run, read_pointers(run), answer.name if answer else None)
+    pointers = pointer_problems(names, read_pointers(run), answer.name if answer else None)
     order = _order_notes(run, answer, saves, options) if answer and not options.by else ()
     return Latest(run.path, answer, tuple(skipped), (*pointers, *run.notes), order=order)
 
@@ -147,26 +160,27 @@ def _order_notes(run: Run, answer: Verdict, saves: Sequence[Save], options: Veri
     """Return that a complete step was written long after the answer, though its number is lower, if one was."""
     newest = next(save for save in saves if save.name == answer.name)
     for later in later_by_time(run, saves, answer.name, options.marker)[:MAX_SIBLINGS]:
-        verdict = judge_step(run, later.name, options)
+        verdict = judge_step(run, later.name, options._replace(level=Level.METADATA))
         if verdict and verdict.state is State.COMPLETE:
             return (contradiction(later, newest),)
     return ()
 
 
-def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[str], options: VerifyOptions) -> Verdict:
+def _beside_older(verdict: Verdict, storage: Storage, older: Sequence[Save], options: VerifyOptions) -> Verdict:
     """Return the verdict on a step with what only comparing it with older ones shows."""
     if verdict.state is not State.COMPLETE:
         return verdict
-    siblings = [found for name in older[:MAX_SIBLINGS] if (found := _sibling(storage, name, options.marker))]
+    siblings = [found for save in older[:MAX_SIBLINGS] if (found := _sibling(storage, save.name, options.marker))]
     verdict = lacking_parts(verdict, len(siblings), common_of(found.parts for found in siblings))
     verdict = lacking_files(verdict, len(siblings), common_of(found.patterns for found in siblings))
     if verdict.state is State.COMPLETE and verdict.resumable is not False and not has_optimizer(verdict.groups):
         groups = [found.groups(storage) for found in siblings]
         verdict = lacking_groups(verdict, len(siblings), common_of(groups))
     if verdict.state is State.COMPLETE and verdict.marker is None:
-        for other in older:
-            if is_of_save(marker_in(storage.below(other), options.marker)):
-                return without_marker(verdict, other)
+        for save in older:
+            known = save.of_save
+            if is_of_save(marker_in(storage.below(save.name), options.marker)) if known is None else known:
+                return without_marker(verdict, save.name)
     return verdict
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dcptool.ops.prune import Deleted, PrunePlan
+from dcptool.checks.check import Level
+from dcptool.ops.prune.delete import Deleted
+from dcptool.ops.prune.plan import PrunePlan
 from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.text import table
 from dcptool.words import nbytes, plural, shown
@@ -13,14 +15,24 @@ from dcptool.words import nbytes, plural, shown
 SCHEMA = 1
 
 
-def plan_text(plan: PrunePlan) -> str:
-    """Return the plan of `prune` as a table."""
+_CHECKED = {
+    Level.METADATA: "metadata and sizes",
+    Level.RECORDS: "the headers of every item (--deep: every byte)",
+    Level.DEEP: "every byte",
+}
+
+
+def plan_text(plan: PrunePlan, proof: Level) -> str:
+    """Return the plan of `prune` as a table, with what is checked before anything is deleted."""
     rows = [
         [shown(d.name), "keep" if d.keep else "DELETE", d.state.value, nbytes(d.nbytes), shown(d.reason)]
         for d in plan.decisions
     ]
     shown_plan = table(["step", "plan", "state", "bytes", "reason"], rows, right=(3,))
-    return "\n\n".join([shown_plan, *(["\n".join(finding_lines(plan.notes, ""))] if plan.notes else [])])
+    blocks = [shown_plan, *(["\n".join(finding_lines(plan.notes, ""))] if plan.notes else [])]
+    if plan.removed and plan.newest:
+        blocks.append(f"checked before anything is deleted: {_CHECKED[proof]} of {shown(plan.newest)}")
+    return "\n\n".join(blocks)
 
 
 def plan_json(plan: PrunePlan, deleted: Deleted | None) -> dict[str, Any]:

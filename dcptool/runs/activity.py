@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 
 from dcptool.checkpoint.findings import Finding
-from dcptool.errors import DcptoolError
+from dcptool.errors import DcptoolError, StorageError
 from dcptool.formats.marker import NEGATIVE_SUFFIX, negative_marker
-from dcptool.storage import DirEntry, Location, is_url, join, locate, walk
+from dcptool.storage import DirEntry, Location, is_temporary, is_url, join, locate, walk
 from dcptool.words import span
 
+BUSY_SECONDS = 60.0
+"""Younger temporary files may be those of a command that is still at work."""
 CLOCKS_APART_SECONDS = 60.0
 """Clocks of two machines may differ by so much; what is later was written in the future, and that is said."""
 _NOT_YET = {
@@ -41,6 +44,22 @@ def last_written(location: Location, listing: Mapping[str, DirEntry]) -> float |
     if not listing:
         return location.storage.written()
     return max((entry.mtime for entry in listing.values() if entry.mtime is not None), default=None)
+
+
+def left_behind(location: Location, folders: Iterable[str]) -> list[str]:
+    """Return temporary files of dcptool in folders of a local checkpoint: a command was killed as it wrote them."""
+    if location.file is not None or is_url(location.path):
+        return []
+    now = time.time()
+    found = [entry for folder in folders for entry in location.storage.entries(folder) if is_temporary(entry.name)]
+    return [entry.name for entry in found if entry.mtime is not None and now - entry.mtime > BUSY_SECONDS]
+
+
+def remove_left_behind(location: Location) -> None:
+    """Remove what commands that were killed left in a checkpoint that is about to be written to."""
+    for name in left_behind(location, [""]):
+        with suppress(StorageError):
+            location.storage.delete(name)
 
 
 def folders_of(parts: Iterable[str]) -> list[str]:

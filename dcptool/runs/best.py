@@ -15,10 +15,8 @@ from dcptool.frameworks.profile import Value
 from dcptool.frameworks.table import PROFILES
 from dcptool.frameworks.values import found_at, read_value
 from dcptool.runs.directory import Run
-from dcptool.runs.pointers import read_pointers
+from dcptool.runs.pointers import is_best, read_pointers
 from dcptool.storage import Storage, base_name, locate
-
-_LINK = re.compile(r"best([-_.].*)?")
 
 
 class Best(NamedTuple):
@@ -43,7 +41,7 @@ def best_steps(run: Run) -> Best:
     named = {
         target: f"the link {link} leads to it"
         for link, target in read_pointers(run).named.items()
-        if _LINK.fullmatch(base_name(link)) and target in run.steps
+        if is_best(link) and target in run.steps
     }
     problems: list[Finding] = []
     for step in reversed(run.steps):

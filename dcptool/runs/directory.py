@@ -35,6 +35,10 @@ class Run(NamedTuple):
     steps: tuple[str, ...]
     pattern: Pattern | None = None
 
+    def below(self, storage: Storage) -> Storage:
+        """Return the storage of the run directory in that of the folder looked at."""
+        return storage.below(self.folder) if self.folder else storage
+
     def number(self, step: str) -> int | None:
         """Return the number that the name of one of the steps stands for."""
         return self.pattern.number(step) if self.pattern else step_number(step)

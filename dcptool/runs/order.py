@@ -6,17 +6,18 @@ them the step's own number decides, for copying a run changes all times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding
-from dcptool.checkpoint.steps import step_order
+from dcptool.checkpoint.steps import in_step_order
 from dcptool.copying.pool import Pool
 from dcptool.errors import DcptoolError
-from dcptool.formats.marker import NAME, marked_as
+from dcptool.formats.marker import NAME, is_of_save, marked_as, read_marker
 from dcptool.runs.counters import order_of_counted
 from dcptool.runs.directory import Run
-from dcptool.storage import Storage, is_url, locate
+from dcptool.storage import DirEntry, Storage, is_url, locate, parent
 from dcptool.words import span
 
 BY = ("number", "time")
@@ -35,29 +36,31 @@ class Save(NamedTuple):
         number: of the save in its run, from 1 on; 0 where no marker of a save tells.
         written: when a name in its folder last came or went, or, where order by time was asked for or a marker was
             added later, its newest file was written; in seconds since the epoch, None if unknown.
+        of_save: whether a marker shows that saves of this run write markers; None where only another software's may.
     """
 
     name: str
     number: int
     written: float | None
+    of_save: bool | None = None
 
 
-def in_order(run: Run, marker: str = NAME, by: str | None = None) -> tuple[Save, ...]:
+def in_order(run: Run, marker: str = NAME, by: str | None = None, storage: Storage | None = None) -> tuple[Save, ...]:
     """Return the steps of a run, the one saved first first.
 
     Args:
         run: the run directory.
         marker: name of the markers' files.
         by: "number" or "time" to go by the steps' numbers, or by time, alone.
+        storage: of the run directory, where it is in several halves.
     """
-    storage = locate(run.path).storage
+    storage = storage or locate(run.path).storage
     if len(run.steps) <= _FEW and not is_url(run.path):
         saves = [_save(storage, name, marker, by == "time") for name in run.steps]
     else:
         with Pool(None) as pool:
             looked = pool.run(lambda name: _save(storage, name, marker, by == "time"), run.steps)
             saves = [save for _, save in looked]
-    saves.sort(key=lambda save: step_order(save.name))
     if by == "time":
         saves.sort(key=lambda save: save.written or 0.0)
     elif by is None and any(save.number for save in saves):
@@ -65,6 +68,19 @@ def in_order(run: Run, marker: str = NAME, by: str | None = None) -> tuple[Save,
     elif by is None and (counted := order_of_counted(run)):
         saves.sort(key=lambda save: counted.index(save.name))
     return tuple(saves)
+
+
+def next_number(step: str, marker: str = NAME) -> int:
+    """Return a number for the save of a step, higher than those of all others in its run.
+
+    Args:
+        step: path or URL of the step's folder.
+        marker: name of the markers' files.
+    """
+    storage = locate(parent(step) if is_url(step) else os.path.dirname(os.path.abspath(step))).storage
+    folders = [entry.name for entry in storage.entries() if entry.is_dir and not entry.is_link]
+    found = (marked_as(storage.below(name), marker) for name in in_step_order(folders))
+    return 1 + max((one.number for one in found if one and one.number), default=0)
 
 
 def _by_number_of_save(saves: Sequence[Save]) -> list[Save]:
@@ -81,21 +97,36 @@ def _by_number_of_save(saves: Sequence[Save]) -> list[Save]:
 
 def _save(storage: Storage, name: str, marker: str, exact: bool) -> Save:
     folder = storage.below(name)
+    touched = folder.written()
+    if touched is None:
+        return _save_in_store(folder, name, marker)
     found = marked_as(folder, marker)
-    written = folder.written()
-    if exact or written is None or (found and found.writer != "save"):
-        written = _newest_file(folder, marker)
-    return Save(name, (found and found.number) or 0, written)
+    written = _newest_file(folder, marker) if exact or (found and found.writer != "save") else touched
+    return Save(name, (found and found.number) or 0, written, is_of_save(found) if found else None)
 
 
-def _newest_file(folder: Storage, marker: str) -> float | None:
-    """Return when the newest file of a step was written; a marker may have been written by hand, later."""
+def _save_in_store(folder: Storage, name: str, marker: str) -> Save:
+    """Look at a step where every question is a request: one listing answers all."""
     try:
         entries = folder.entries()
     except DcptoolError:
+        return Save(name, 0, None)
+    found, _ = read_marker(folder, {entry.name: entry.nbytes for entry in entries if not entry.is_dir}, marker)
+    return Save(name, (found and found.number) or 0, _newest_of(entries, marker), is_of_save(found))
+
+
+def _newest_file(folder: Storage, marker: str) -> float | None:
+    """Return when the newest file of a step was written."""
+    try:
+        return _newest_of(folder.entries(), marker) or folder.written()
+    except DcptoolError:
         return None
+
+
+def _newest_of(entries: Iterable[DirEntry], marker: str) -> float | None:
+    """Return when the newest file of a listing was written; a marker may have been written by hand, later."""
     times = [e.mtime for e in entries if e.mtime is not None and e.name not in (marker, NAME) and not e.is_link]
-    return max(times, default=folder.written())
+    return max(times, default=None)
 
 
 def later_by_time(run: Run, saves: Sequence[Save], newest: str, marker: str = NAME) -> list[Save]:

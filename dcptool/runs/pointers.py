@@ -6,11 +6,12 @@ They lie in a run directory or, where the steps have a folder of their own (`exp
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding
-from dcptool.checkpoint.steps import step_number, step_order
+from dcptool.checkpoint.steps import step_number
 from dcptool.errors import DcptoolError
 from dcptool.runs.activity import exists
 from dcptool.runs.directory import Run
@@ -26,6 +27,7 @@ POINTERS = (
     "latest-rank0.pt",
 )
 MAX_POINTER_NBYTES = 4096
+_BEST = re.compile(r"best([-_.].*)?")
 _WRAPPERS = ("checkpoint", "checkpoints", "ckpt", "ckpts")
 """Names of folders that hold the steps of the run above them."""
 
@@ -62,11 +64,16 @@ def read_pointers(run: Run) -> Pointers:
     return Pointers(dict(sorted(named.items())), tuple(problems))
 
 
-def pointer_problems(run: Run, pointers: Pointers, newest: str | None) -> list[Finding]:
+def is_best(name: str) -> bool:
+    """Tell whether a link names the best step, not the newest."""
+    return bool(_BEST.fullmatch(base_name(name)))
+
+
+def pointer_problems(steps: Sequence[str], pointers: Pointers, newest: str | None) -> list[Finding]:
     """Return what pointers say that is not so.
 
     Args:
-        run: the run directory.
+        steps: of the run directory, the one saved first first.
         pointers: of it.
         newest: name of the newest complete step, None if there is none.
     """
@@ -74,11 +81,11 @@ def pointer_problems(run: Run, pointers: Pointers, newest: str | None) -> list[F
     for name, target in pointers.named.items():
         if step_number(base_name(name)) is not None:  # a link that is named like a step: another name for one
             continue
-        if target not in run.steps:
+        if target not in steps:
             message = f"the pointer {name} names {target}, which is not there"
             problems.append(Finding.of("dangling-pointer", message, name))
-        elif target != newest:
-            older = newest is not None and step_order(target) < step_order(newest)
+        elif target != newest and not is_best(name):
+            older = newest is not None and steps.index(target) < steps.index(newest)
             what = "older than the newest complete step" if older else "which is not complete"
             message = f"the pointer {name} names {target}, {what}; it was not followed"
             kind = "stale-pointer" if older else "wrong-pointer"

@@ -45,6 +45,7 @@ __all__ = [
     "is_url",
     "join",
     "locate",
+    "parent",
     "storage_at",
     "walk",
     "write_pieces",

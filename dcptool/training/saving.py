@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
+from dcptool.checks.check import Level
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, ItemError, OutputExistsError
 from dcptool.formats.dcp.format import METADATA, data_file_rank, rank_metadata
 from dcptool.formats.marker import FOREIGN, NAME, Marker
 from dcptool.ops.mark import make_marker
-from dcptool.ops.prune import Deleted, delete_steps, make_plan
+from dcptool.ops.prune.delete import Deleted, delete_steps
+from dcptool.ops.prune.prune import make_plan
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, VerifyOptions
-from dcptool.runs.directory import find_runs
-from dcptool.runs.order import in_order
+from dcptool.runs.order import next_number
 from dcptool.storage import LocalStorage, Storage, is_url, join, locate, storage_at
 from dcptool.training.ranks import sendable
 
@@ -145,7 +146,7 @@ def mark_saved(path: str, step: int, world_size: int, times: Times, resumed_from
     marker = make_marker(location, verdict, NAME, checksums=False)._replace(
         writer="save",
         step=step,
-        number=_next_number(path),
+        number=next_number(path),
         resumed_from=resumed_from,
         world_size=world_size,
         save_seconds=round(times.save_seconds, 3),
@@ -153,13 +154,6 @@ def mark_saved(path: str, step: int, world_size: int, times: Times, resumed_from
     )
     location.storage.write(NAME, marker.document())
     return marker
-
-
-def _next_number(path: str) -> int:
-    """Return a number for the save of a step, higher than those of all others in its run."""
-    root = path.rpartition("/")[0]
-    runs = [run for run in find_runs(locate(root)) if run.path == root]
-    return 1 + max((save.number for run in runs for save in in_order(run)), default=0)
 
 
 def tidy(root: str, step: int, keep: int | None, archive_every: int | None) -> Deleted:
@@ -177,7 +171,8 @@ def tidy(root: str, step: int, keep: int | None, archive_every: int | None) -> D
             elif keep is None:
                 decision = decision._replace(keep=True)
             decisions.append(decision)
-        deleted = delete_steps(plan._replace(decisions=tuple(decisions)), NO_GRACE)
+        # The newest is what this job has written, synced and looked at a moment ago.
+        deleted = delete_steps(plan._replace(decisions=tuple(decisions)), NO_GRACE, proof=Level.METADATA)
     except DcptoolError as error:
         logger.warning("no old checkpoint was deleted: %s", error)
         return Deleted((), 0, ())

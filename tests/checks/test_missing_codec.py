@@ -14,7 +14,7 @@ from dcptool.checkpoint.findings import Finding, state_of
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checks import items
 from dcptool.errors import ItemError, StorageError
-from dcptool.ops.prune import plan_prune
+from dcptool.ops.prune.plan import plan_prune
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State
 from dcptool.storage.local import LocalStorage

@@ -162,16 +162,16 @@ def test_an_expanded_tensor_is_not_read_element_by_element(tmp_path):
 
 
 def test_an_error_nobody_expected_is_that_steps(folder, monkeypatch):
-    from dcptool.ops.verify import verdict
+    from dcptool.ops.verify import parts
 
-    real = verdict.check
+    real = parts.check
 
     def check(checkpoint, *args, **options):
         if checkpoint.root.endswith("step_20"):
             raise OverflowError("int too big to convert")
         return real(checkpoint, *args, **options)
 
-    monkeypatch.setattr(verdict, "check", check)
+    monkeypatch.setattr(parts, "check", check)
     judged = {found.name: found.state for found in dcptool.verify(folder).verdicts}
     assert judged == {"step_10": State.COMPLETE, "step_20": State.DAMAGED}
 

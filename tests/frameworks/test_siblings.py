@@ -8,7 +8,7 @@ import pytest
 
 import dcptool
 from dcptool.ops.latest import find_latest
-from dcptool.ops.prune import make_plan
+from dcptool.ops.prune.prune import make_plan
 from tests.conftest import FOREIGN, OLD, run
 
 pytestmark = pytest.mark.torchfree

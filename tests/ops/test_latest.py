@@ -14,7 +14,7 @@ from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checks.check import Level
 from dcptool.errors import CheckpointNotFoundError
-from dcptool.ops.prune import make_plan
+from dcptool.ops.prune.prune import make_plan
 from dcptool.runs.directory import find_runs
 from dcptool.runs.pointers import read_pointers
 from dcptool.storage import LocalStorage, locate
@@ -148,3 +148,50 @@ class TestCommandLine:
         assert latest_lines(found) == []
         found = found._replace(verdict=found.verdict._replace(findings=(warning,)))
         assert latest_lines(found) == ["warning: step_1: the metadata names posix.system"]
+
+
+@torchfree
+class TestHowClosely:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        """A run whose newest step has a broken header, the one before it a wrong value: in the middle of files."""
+        from dcptool.checkpoint.items import FileItems
+
+        folder = steps(tmp_path / "run", "step_1", "step_2", "step_3")
+        for name, is_header in (("step_3", True), ("step_2", False)):
+            checkpoint = dcptool.open(folder / name)
+            items = FileItems(checkpoint)
+            placed = items.item("__0_0.distcp", len(items.spans("__0_0.distcp")[0]) // 2)
+            record = checkpoint.payload(placed.entry, placed.chunk).record
+            place = record.item.byte_offset + (0 if is_header else record.byte_offset)
+            damage.flip_byte(folder / name / "__0_0.distcp", place)
+        return folder
+
+    @pytest.mark.parametrize(("more", "step"), [((), "step_3"), (("--records",), "step_2"), (("--deep",), "step_1")])
+    def test_levels(self, folder, more, step):
+        assert cli("latest", folder, *more).stdout == f"{folder}/{step}\n"
+
+    def test_halves_on_the_disks_of_two_nodes(self, tmp_path):
+        folder = steps(tmp_path / "a", "step_1", "step_2")
+        other = tmp_path / "b"
+        for name in ("step_1", "step_2"):
+            (other / name).mkdir(parents=True)
+            (folder / name / "__1_0.distcp").rename(other / name / "__1_0.distcp")
+        (other / "step_2" / "__1_0.distcp").unlink()
+        assert cli("latest", folder).returncode == 1
+        done = cli("latest", folder, "--also", other)
+        assert (done.returncode, done.stdout) == (0, f"{folder}/step_1\n")
+        assert "step_2 is incomplete" in done.stderr
+
+
+@torchfree
+def test_the_answer_is_a_path_and_false_without_one(tmp_path):
+    (tmp_path / "run").mkdir()
+    nothing = dcptool.find_latest(tmp_path / "run")
+    assert not nothing
+    with pytest.raises(CheckpointNotFoundError):
+        os.path.join(nothing, ".metadata")
+    found = dcptool.find_latest(steps(tmp_path / "run", "step_1"))
+    assert found
+    assert Path(found) == tmp_path / "run" / "step_1"
+    assert dcptool.open(found).tensors

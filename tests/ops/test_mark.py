@@ -327,7 +327,7 @@ class TestWhatMarksVouchFor:
         )
         assert "nothing" not in cli("mark", "--checksums", step).stdout
         assert "nothing" not in cli("verify", step).stdout
-        assert "nothing" not in cli("mark", step.parent / "step_1", "--checksums").stdout
+        assert "(the _COMPLETE before held the SHA-256 of its files; --checksums keeps that)" in cli("mark", step).stdout
 
     @pytest.mark.parametrize(
         "name", ["trainer_state.json", "rng_state_0.pth", "notes.txt", ".metadata", "__1_0.distcp"]
@@ -399,3 +399,25 @@ class TestMarkersOfParts:
         found = judge(step)
         assert (found.state, kinds(found)) == (State.UNMARKED, {"stale-marker"})
         assert found.findings[0].file == "critic/ckpt/.metadata"
+
+
+class TestSaved:
+    def test_as_the_job_that_saved_it(self, run_of):
+        folder = run_of("step_500", "step_600", "step_510")
+        for name in ("step_500", "step_600", "step_510"):
+            assert cli("mark", "--saved", folder / name).returncode == 0
+        markers = [json.loads((folder / name / "_COMPLETE").read_text()) for name in sorted(os.listdir(folder))]
+        assert [(marker["step"], marker["writer"], marker["number"]) for marker in markers] == [
+            (500, "save", 1), (510, "save", 3), (600, "save", 2)
+        ]  # fmt: skip
+        assert dcptool.find_latest(folder).path == str(folder / "step_510")
+        dcptool.mark_complete(folder / "step_500", saved=True, checksums=True)  # again: it was saved when it was
+        assert json.loads((folder / "step_500" / "_COMPLETE").read_text())["number"] == 1
+
+    def test_a_later_step_without_a_marker_is_unmarked(self, run_of):
+        folder = run_of("step_1", "step_2")
+        dcptool.mark_complete(folder / "step_1")
+        assert dcptool.find_latest(folder).path == str(folder / "step_2")
+        (folder / "step_1" / "_COMPLETE").unlink()
+        dcptool.mark_complete(folder / "step_1", saved=True)
+        assert dcptool.find_latest(folder).path == str(folder / "step_1")

@@ -14,7 +14,9 @@ import dcptool
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
 from dcptool.errors import CheckpointNotFoundError, StorageError
-from dcptool.ops.prune import Decision, PrunePlan, delete_steps, make_plan, plan_prune
+from dcptool.ops.prune.delete import delete_steps
+from dcptool.ops.prune.plan import Decision, PrunePlan, plan_prune
+from dcptool.ops.prune.prune import make_plan
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, VerifyOptions
 from dcptool.runs.directory import find_runs
@@ -48,7 +50,7 @@ class TestPlan:
         assert [name for name, keep in kept.items() if keep] == ["step_2500", "step_3000", "step_3500"]
 
     def test_milestones_and_pointers(self):
-        kept = plan(self.STEPS, 1, archive_every=1000, pointers={"latest": "step_1500"})
+        kept = plan(self.STEPS, 1, archive_every=1000, named={"step_1500": "the pointer latest names it"})
         assert [name for name, keep in kept.items() if not keep] == ["step_500"]
 
     def test_incomplete_ones_only_when_asked_and_old(self):
@@ -94,7 +96,9 @@ class TestDelete:
         assert [name for name, _ in deleted.refused] == ["step_2", "step_3"]
         crash(folder / "step_4")
         (folder / "latest").unlink()
-        assert delete_steps(plan).refused[-1] == ("step_3", "no newer step that is kept is complete any more")
+        name, reason = delete_steps(plan).refused[-1]
+        assert name == "step_3"
+        assert reason.startswith("step_4, the newest that is kept, is incomplete: no .metadata")
 
     def test_a_half_deleted_step_never_looks_complete(self, run_of, monkeypatch):
         from dcptool.storage import LocalStorage
@@ -321,10 +325,17 @@ class TestDeleteAmongOthers:
     def folder(self, tmp_path):
         return steps(tmp_path, "step_1", "step_2", "step_3", "step_4")
 
-    def test_only_newer_complete_steps_count(self, folder):
+    def test_only_newer_complete_steps_count(self, folder, monkeypatch):
+        import dcptool.ops.prune.delete as module
+
         made = make_plan(folder, 1, archive_every=2, now=time.time())
         assert [decision.name for decision in made.removed] == ["step_1", "step_3"]
-        crash(folder / "step_4")
+
+        def proven_then_lost(*args):
+            crash(folder / "step_4")
+            return ""
+
+        monkeypatch.setattr(module, "_unproven", proven_then_lost)
         deleted = delete_steps(made)
         assert deleted.names == ("step_1",)
         assert deleted.refused == (("step_3", "no newer step that is kept is complete any more"),)
@@ -372,13 +383,13 @@ class TestDeleteAmongOthers:
         assert prune(tmp_path / "run", 2, **ASK) == ("step_1",)
 
     def test_kept_steps_are_not_judged_for_each_deletion(self, folder, monkeypatch):
-        import dcptool.ops.prune as module
+        import dcptool.ops.prune.delete as module
 
         made = make_plan(folder, 1, now=time.time())
         judged = []
-        monkeypatch.setattr(module, "judge", lambda path, options: judged.append(path) or judge(path, options))
+        monkeypatch.setattr(module, "judge", lambda path, *more: judged.append(path) or judge(path, *more))
         assert len(delete_steps(made).names) == 3
-        assert judged == [str(folder / "step_4")]
+        assert judged == [str(folder / "step_4")] * 2  # once closely, once before the first deletion
 
 
 class TestCommandLine:

@@ -12,7 +12,8 @@ import pytest
 import dcptool
 from dcptool.checks.check import Level
 from dcptool.errors import StorageError, UnsupportedError
-from dcptool.ops.prune import delete_steps, make_plan
+from dcptool.ops.prune.delete import delete_steps
+from dcptool.ops.prune.prune import make_plan
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, VerifyOptions
 from dcptool.ops.verify.verify import compare_steps

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 import dcptool
-from dcptool.ops.prune import make_plan
+from dcptool.ops.prune.prune import make_plan
 from dcptool.ops.verify.verdict import VerifyOptions
 from dcptool.runs.directory import run_at
 from dcptool.runs.order import in_order

@@ -14,7 +14,7 @@ import pytest
 
 import dcptool
 from dcptool.errors import StorageError
-from dcptool.ops.prune import make_plan
+from dcptool.ops.prune.prune import make_plan
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, VerifyOptions
 from dcptool.storage import LocalStorage, base

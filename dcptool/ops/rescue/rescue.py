@@ -37,7 +37,7 @@ from dcptool.formats.dcp.relocate import relocated
 from dcptool.formats.detect import open_checkpoint
 from dcptool.formats.marker import FOREIGN, NAME
 from dcptool.ops.rescue.matching import ANOTHER, Match, Proof, match_file, prove_file
-from dcptool.runs.activity import list_files, negative_sign
+from dcptool.runs.activity import list_files, negative_sign, remove_left_behind
 from dcptool.storage import DirEntry, Location, Progress, Storage, join, locate, write_pieces
 from dcptool.words import cut_lines, listed
 
@@ -133,6 +133,7 @@ def rescue(
         if list_files(location) != before:
             raise StorageError(f"{location.path} changed while it was read: is it still being saved?")
         if not dry_run and output is None:
+            remove_left_behind(location)
             for name, data in written.items():
                 if location.storage.size(name) is not None:
                     raise OutputExistsError(f"{join(location.path, name)} has appeared meanwhile; nothing was written")

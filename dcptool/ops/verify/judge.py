@@ -23,7 +23,7 @@ from dcptool.frameworks.values import reader
 from dcptool.ops.verify.parts import FoundParts, check_parts
 from dcptool.ops.verify.verdict import DEFAULTS, MADE_HERE, State, Verdict, VerifyOptions
 from dcptool.ops.verify.vouched import look_for_vouchers
-from dcptool.runs.activity import last_written, list_files, sign_of_writing
+from dcptool.runs.activity import folders_of, last_written, left_behind, list_files, sign_of_writing
 from dcptool.storage import Location, Progress, base_name, locate
 
 
@@ -68,6 +68,7 @@ def judge(
         problems += [*side_files.findings, *missing]
         problems += not_read(saved, side_files, options.level) if by_files else []
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
+    problems += [_left_behind(name) for name in left_behind(location, folders_of(names))]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
         problems = [problem for problem in problems if problem.kind != "mixed-times"]
     if options.require_marker and marker is None and not about_marker:
@@ -117,6 +118,11 @@ def _not_told(findings: Iterable[Finding], told: Iterable[Finding]) -> list[Find
 
 def _is_about_marker(problems: Iterable[Finding]) -> bool:
     return any(problem.traits.effect is Effect.UNMARKED for problem in problems)
+
+
+def _left_behind(name: str) -> Finding:
+    message = f"{name} was left by a dcptool that was killed: it belongs to nothing"
+    return Finding.of("left-behind", message, name, next_step="The next dcptool mark or rescue there removes it.")
 
 
 def _missing_part(name: str) -> Finding:

@@ -73,7 +73,7 @@ def verify(
     """
     location = locate(path, options.also)
     run = run_at(location)
-    saves = in_order(run, options.marker, options.by) if run else ()
+    saves = in_order(run, options.marker, options.by, run.below(location.storage)) if run else ()
     if run:
         every = [judge_step(run, save.name, options, progress) for save in saves]
         verdicts = compare_steps([verdict for verdict in every if verdict])

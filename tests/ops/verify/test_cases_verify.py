@@ -31,7 +31,7 @@ import pytest
 import dcptool
 from dcptool.checks.check import Level
 from dcptool.errors import CheckpointNotFoundError, ItemError
-from dcptool.ops.prune import make_plan
+from dcptool.ops.prune.prune import make_plan
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
 from tests.conftest import FOREIGN, OLD, ROOT

@@ -1,0 +1,6 @@
+"""prune: delete old steps of a run.
+
+plan    which steps to keep, and why
+prune   what there is to decide on
+delete  the deletion, with another look at each step
+"""
