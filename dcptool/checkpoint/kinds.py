@@ -81,7 +81,7 @@ KINDS = {
     "bad-storage-meta": _error("the path it was saved to is damaged in the metadata"),
     # What is not there.
     "missing-file": _error("a file is not there", _MISSING, of_file=True),
-    "short-file": _error("a file is shorter than its metadata or its marker says", _MISSING, of_file=True),
+    "short-file": _error("a file is shorter than its metadata, a marker or a manifest says", _MISSING, of_file=True),
     "lfs-pointer": _error("a file is what Git LFS leaves in its place", _MISSING, of_file=True),
     "missing-part": _error("a part that was asked for, or that all other steps have, is not there", _MISSING),
     "missing-side-file": _error(
@@ -108,7 +108,12 @@ KINDS = {
     "no-marker": _error("a marker should be there and is not", Effect.UNMARKED),
     "bad-marker": _error("the marker cannot be read", Effect.UNMARKED),
     "stale-marker": _error("the marker is of another save than the metadata", Effect.UNMARKED),
-    "changed-file": _error("a file is not what was marked"),
+    "changed-file": _error("a file is not what was marked, or not what a manifest lists"),
+    "unmarked-file": _note("files were added since the checkpoint was marked"),
+    # Manifests of other software.
+    "bad-manifest": _error("a manifest cannot be understood: it vouches for nothing", Effect.UNMARKED, unfinished=True),
+    "manifest-line": _warning("lines of a manifest cannot be understood"),
+    "not-compared": _note("digests of a manifest are of a kind that dcptool does not compute"),
     "being-written": _warning("why it counts as in progress", unfinished=True),
     # Items, and the places the metadata gives them.
     "misplaced-item": _error("an item is not where the metadata says"),
@@ -140,7 +145,7 @@ KINDS = {
     "unknown-entry": _error("an entry is neither tensor nor object"),
     "bad-properties": _error("layout or memory format of a tensor is not what torch writes"),
     "unknown-dtype": _error("a tensor has a dtype this dcptool does not know"),
-    "path-escape": _error("a file's name leads out of the folder; it is never followed"),
+    "path-escape": _error("a file's name leads out of the folder; it is never followed; of a manifest a warning"),
     "bad-path": _warning("the nested path of an entry cannot be understood"),
     "path-differs": _warning("nested paths do not give the names of their entries"),
     "path-missing": _warning("entries have no nested path, though others do"),

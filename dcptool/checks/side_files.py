@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import IO, NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
@@ -50,7 +50,7 @@ class SideFiles(NamedTuple):
     Attributes:
         names: of them, sorted.
         findings: what is wrong with them.
-        n_unproven: how many hold nothing that tells whether their bytes are what was written.
+        n_unproven: how many hold nothing that tells whether their bytes are what was written, nor does anything else.
         unproven_nbytes: bytes of these.
         not_finite: "NAME: FQN" of tensors in them with NaN or infinities, if that was asked.
         n_seen: then, how many files were looked into for their values.
@@ -74,7 +74,12 @@ class _FileReport(NamedTuple):
 
 
 def look_at(
-    storage: Storage, files: Mapping[str, int], level: Level, threads: int | None, finite: bool = False
+    storage: Storage,
+    files: Mapping[str, int],
+    level: Level,
+    threads: int | None,
+    vouched_for: Collection[str] = (),
+    finite: bool = False,
 ) -> SideFiles:
     """Look at files beside the checkpoints of a step.
 
@@ -83,6 +88,7 @@ def look_at(
         files: bytes of each, by its name there.
         level: METADATA reads a file's beginning and its end; RECORDS pickles too; DEEP every byte of zips.
         threads: how many read at the same time; None for the number of processors.
+        vouched_for: files that a marker or a manifest has a digest of.
         finite: at level DEEP, whether the values of tensors in files of torch.save are looked at.
     """
     names = sorted(files)
@@ -96,7 +102,7 @@ def look_at(
 
         with Pool(threads) as pool:
             found = dict(pool.run(lambda name: _look_at(storage, name, files[name], level, finite), known))
-    unproven = [name for name in names if name not in found or not found[name].proven]
+    unproven = [name for name in names if name not in vouched_for and (name not in found or not found[name].proven)]
     findings = tuple(finding for look in found.values() for finding in look.problems)
     not_finite = tuple(name for look in found.values() for name in look.not_finite)
     unproven_nbytes = sum(files[name] for name in unproven)

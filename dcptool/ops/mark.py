@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from dcptool.checks.check import Level
 from dcptool.errors import ItemError, OutputExistsError, StorageError, UnsupportedError
-from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, Marker, is_marker, sha256
+from dcptool.formats.digests import sha256
+from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, Marker, is_marker
 from dcptool.formats.table import is_metadata, is_own_name
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions

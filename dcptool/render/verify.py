@@ -7,8 +7,9 @@ from typing import Any
 
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checks.check import Level
+from dcptool.checks.side_files import SideFiles
 from dcptool.formats.marker import Marker
-from dcptool.ops.verify.verdict import State, Verdict
+from dcptool.ops.verify.verdict import ManifestReport, State, Verdict
 from dcptool.ops.verify.verify import VerifyReport
 from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.text import table
@@ -116,6 +117,24 @@ def _finite_text(verdict: Verdict) -> str:
 
 
 def _checked(verdict: Verdict) -> str:
+    """Say what was checked; how many files were compared with which manifest, or would be at the level that does."""
+    checked = _by_level(verdict)
+    if not verdict.manifests:
+        return checked
+    if verdict.level < Level.DEEP:
+        of = [f"{plural(one.n_files, 'file')} with {shown(one.name)}" for one in verdict.manifests]
+        return (
+            f"{checked}{' and' if checked.endswith('--deep reads every byte') else '; --deep'} compares {listed(of, 2)}"
+        )
+    return f"{checked}; {listed([_compared(one) for one in verdict.manifests], 2)}"
+
+
+def _compared(manifest: ManifestReport) -> str:
+    of = f" of {manifest.n_files:,}" if manifest.n_compared < manifest.n_files else ""
+    return f"{plural(manifest.n_compared, 'file')}{of} by {shown(manifest.name)}"
+
+
+def _by_level(verdict: Verdict) -> str:
     tally = verdict.tally
     if verdict.level is Level.METADATA:
         return _ALSO[verdict.level]
@@ -134,8 +153,13 @@ def _checked(verdict: Verdict) -> str:
 
 def _beside(verdict: Verdict) -> str:
     side = verdict.side_files
-    unproven = f"; {side.n_unproven:,} ({nbytes(side.unproven_nbytes)}) without checksums" if side.n_unproven else ""
-    return shown(listed(side.names, 3)) + unproven
+    return shown(listed(side.names, 3)) + (f"; {uncheckable(side)}" if side.n_unproven else "")
+
+
+def uncheckable(side: SideFiles) -> str:
+    """Say how many files beside a checkpoint nothing tells anything of: `3 files, 2 kB, hold nothing …`."""
+    verb = "holds" if side.n_unproven == 1 else "hold"
+    return f"{plural(side.n_unproven, 'file')}, {nbytes(side.unproven_nbytes)}, {verb} nothing that can be checked"
 
 
 def _marker_word(marker: Marker | None) -> str:
@@ -192,6 +216,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
             "n_unproven": verdict.side_files.n_unproven,
             "unproven_nbytes": verdict.side_files.unproven_nbytes,
         },
+        "manifests": [manifest._asdict() for manifest in verdict.manifests],
         **fields_of(verdict, "n_files", "nbytes", "written", "finite"),
         "not_finite": list(verdict.not_finite),
         "checked": verdict.tally._asdict(),

@@ -22,6 +22,7 @@ _NOT_YET = {
     "rank-metadata-missing": "metadata of some ranks not yet there",
     "missing-side-file": "files beside the checkpoint not yet there",
     "cut-side-file": "files beside the checkpoint not yet whole",
+    "bad-manifest": "a manifest not yet whole",
 }
 """What a save in its middle lacks, by the kind of finding that tells it, the earliest first."""
 

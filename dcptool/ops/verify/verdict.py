@@ -89,6 +89,15 @@ class PartReport(NamedTuple):
     save_id: str | None
 
 
+class ManifestReport(NamedTuple):
+    """A manifest beside a checkpoint: how many files it lists, and how many of them were compared with it."""
+
+    name: str
+    algorithm: str
+    n_files: int
+    n_compared: int
+
+
 class Verdict(NamedTuple):
     """The verdict on one folder.
 
@@ -110,6 +119,7 @@ class Verdict(NamedTuple):
         patterns: names of such files, with the numbers in them taken out, to compare with other steps.
         finite: whether all values of its tensors are finite numbers; None if that was not asked, or not all were seen.
         not_finite: names of tensors with values that are not, "PART: FQN" of those in a part.
+        manifests: those of other software in it that could be read.
     """
 
     path: str
@@ -130,6 +140,7 @@ class Verdict(NamedTuple):
     patterns: frozenset[str] = frozenset()
     finite: bool | None = None
     not_finite: tuple[str, ...] = ()
+    manifests: tuple[ManifestReport, ...] = ()
 
     @property
     def resumable(self) -> bool | None:
