@@ -327,7 +327,7 @@ class TestWhatMarksVouchFor:
         )
         assert "nothing" not in cli("mark", "--checksums", step).stdout
         assert "nothing" not in cli("verify", step).stdout
-        assert "(the _COMPLETE before held the SHA-256 of its files; --checksums keeps that)" in cli("mark", step).stdout
+        assert "(the _COMPLETE before held the SHA-256 of its files; " in cli("mark", step).stdout
 
     @pytest.mark.parametrize(
         "name", ["trainer_state.json", "rng_state_0.pth", "notes.txt", ".metadata", "__1_0.distcp"]
