@@ -36,6 +36,8 @@ class Effect(str, Enum):
     """Something cannot be looked into here: nothing is known of it."""
     UNMARKED = "unmarked"
     """It may be whole, but has no valid marker."""
+    UNWANTED = "complete"
+    """All is there as it was saved, and its values are not what one wants."""
 
 
 class Kind(NamedTuple):
@@ -161,6 +163,7 @@ KINDS = {
     "bad-file": _error("the header of one file of several cannot be read"),
     "missing-tensor": _error("the index places a tensor in a file that does not have it"),
     "unlisted-file": _warning("a file of tensors is there that the index does not name"),
+    "other-weights": _note("weights are there in files of torch.save too, which are not read"),
     "unlisted-tensor": _warning("a tensor is not in the index"),
     "parts-disagree": _error("files hold parts of one tensor with different dtypes or ndim"),
     "duplicate-name": _error("several entries have one name; in `.pt` files a warning: their keys are equal as text"),
@@ -184,8 +187,11 @@ KINDS = {
     "layer-stacks": _note("one tensor holds all layers"),
     "side-files": _note("files of a framework lie beside it"),
     "unmatched-glob": _note("of diff too: a name or glob of `--keys` or `--exclude` matches nothing"),
-    # Of inspect --stats.
-    "not-finite": _warning("tensors hold NaN or infinities"),
+    # Of inspect --stats, and of --finite.
+    "not-finite": _warning(
+        "tensors hold NaN or infinities; an error of `--finite`, which the state does not tell", Effect.UNWANTED
+    ),
+    "finite-unknown": _warning("`--finite` was asked, and no value of a tensor, or not all, could be looked at"),
     "all-zero": _note("tensors hold zeros only"),
     "never-updated": _note("second moments are zero: no gradient has reached these parameters"),
     "constant": _note("tensors hold one value only"),
@@ -215,5 +221,6 @@ KINDS = {
     "dangling-pointer": _warning("a pointer names a step that is not there"),
     "unreadable-pointer": _warning("a pointer cannot be read"),
     # Of a run: what was saved last.
+    "other-branch": _note("steps are of a branch that was left when the job went back to an older step"),
     "order-unclear": _warning("a step was written long after one with a higher number"),
 }

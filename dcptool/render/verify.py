@@ -27,7 +27,7 @@ _ALSO = {
 def verify_text(report: VerifyReport, width: int) -> str:
     """Return the report on a checkpoint, or a table of steps and what is wrong with which."""
     if not report.is_run:
-        return "\n\n".join(_verdict_text(verdict) for verdict in report.verdicts)
+        return "\n\n".join(_verdict_text(verdict, report.finite) for verdict in report.verdicts)
     rows = [
         [
             shown(verdict.name),
@@ -36,17 +36,27 @@ def verify_text(report: VerifyReport, width: int) -> str:
             f"{verdict.n_files:,}",
             nbytes(verdict.nbytes),
             age(verdict.written),
+            *([_finite_words(verdict)] if report.finite else []),
         ]
         for verdict in report.verdicts
     ]
     used = sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) + 4
     rows = [[*row, _worst(verdict, max(width - used, 40))] for row, verdict in zip(rows, report.verdicts, strict=True)]
-    headers = ["step", "state", "marker", "files", "bytes", "age", "worst finding"]
+    headers = [
+        "step",
+        "state",
+        "marker",
+        "files",
+        "bytes",
+        "age",
+        *(["finite"] if report.finite else []),
+        "worst finding",
+    ]
     n_unread = sum(verdict.tally.n_unread for verdict in report.verdicts)
     unread = f"; {plural(n_unread, 'item')} could not be read" if n_unread else ""
     blocks = [
         f"{shown(report.path)} is a run directory with {plural(len(rows), 'step')}; checked: "
-        f"{_ALSO[report.verdicts[0].level]}{unread}",
+        f"{_ALSO[report.verdicts[0].level]}{', every value of tensors' if report.finite else ''}{unread}",
         table(headers, rows, right=(3, 4, 5)),
     ]
     for verdict in report.verdicts:
@@ -59,20 +69,28 @@ def verify_text(report: VerifyReport, width: int) -> str:
 
 
 def _newest(report: VerifyReport) -> str:
-    complete = [verdict for verdict in report.verdicts if verdict.state is State.COMPLETE]
+    complete = [verdict for verdict in report.verdicts if verdict.state is State.COMPLETE and not verdict.not_finite]
     resumable = [verdict for verdict in complete if verdict.resumable is not False]
+    word = "complete, finite" if report.finite else "complete"
     if not complete:
-        return "no step is complete: nothing to resume from"
+        some = any(verdict.not_finite for verdict in report.verdicts)
+        return f"no step is complete{' and finite' if some else ''}: nothing to resume from"
     if complete[-1:] == resumable[-1:]:
-        return f"newest complete step: {shown(complete[-1].path)}"
+        return f"newest {word} step: {shown(complete[-1].path)}"
     newest = shown(complete[-1].path)
     if not resumable:
-        return f"newest complete step: {newest}; none has all that a resume needs"
-    found = f"newest complete step to resume from: {shown(resumable[-1].path)}"
+        return f"newest {word} step: {newest}; none has all that a resume needs"
+    found = f"newest {word} step to resume from: {shown(resumable[-1].path)}"
     return f"{found}; {newest} is newer, and lacks what that needs"
 
 
-def _verdict_text(verdict: Verdict) -> str:
+def _finite_words(verdict: Verdict) -> str:
+    if verdict.not_finite:
+        return plural(len(verdict.not_finite), "tensor")
+    return "–" if verdict.finite is None else "yes"
+
+
+def _verdict_text(verdict: Verdict, finite: bool) -> str:
     facts = [["state", verdict.state.value]]
     if verdict.resume.framework:
         facts.append(["saved by", verdict.resume.framework])
@@ -85,9 +103,17 @@ def _verdict_text(verdict: Verdict) -> str:
         facts.append(["beside", _beside(verdict)])
     facts.append(["marker", _marker_text(verdict.marker)])
     facts.append(["checked", _checked(verdict)])
+    if finite:
+        facts.append(["finite", _finite_text(verdict)])
     label = max(len(name) for name, _ in facts) + 2
     lines = [shown(verdict.path), *(f"  {name:<{label}}{value}" for name, value in facts)]
     return "\n".join([*lines, *([""] if verdict.findings else []), *finding_lines(verdict.findings, "")])
+
+
+def _finite_text(verdict: Verdict) -> str:
+    if verdict.not_finite:
+        return f"no: {listed([shown(name) for name in verdict.not_finite], 3)}"
+    return "not known" if verdict.finite is None else "yes"
 
 
 def _checked(verdict: Verdict) -> str:
@@ -191,7 +217,8 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
             "unproven_nbytes": verdict.side_files.unproven_nbytes,
         },
         "manifests": [manifest._asdict() for manifest in verdict.manifests],
-        **fields_of(verdict, "n_files", "nbytes", "written"),
+        **fields_of(verdict, "n_files", "nbytes", "written", "finite"),
+        "not_finite": list(verdict.not_finite),
         "checked": verdict.tally._asdict(),
         "findings": [finding_json(finding) for finding in verdict.findings],
     }

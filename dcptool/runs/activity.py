@@ -85,7 +85,7 @@ def sign_of_writing(
         before: its files when the look at it began.
         parts: places of the checkpoints in it.
         problems: what was found.
-        age_limit: seconds in which a file makes an unfinished save one that is going on; None if none does.
+        age_limit: seconds in which a file makes an unfinished save one that is going on; None or 0 if none does.
     """
     negative = negative_sign(location, before, parts)
     if negative:
@@ -96,7 +96,7 @@ def sign_of_writing(
         return Finding.of("being-written", f"{changed} changed while it was looked at", changed)
     written = last_written(location, after)
     unfinished = {problem.kind for problem in problems if problem.traits.unfinished}
-    if age_limit is None or written is None or not unfinished:
+    if not age_limit or written is None or not unfinished:
         return None
     age = time.time() - written
     if age >= age_limit:

@@ -421,3 +421,10 @@ class TestSaved:
         (folder / "step_1" / "_COMPLETE").unlink()
         dcptool.mark_complete(folder / "step_1", saved=True)
         assert dcptool.find_latest(folder).path == str(folder / "step_1")
+
+
+def test_i_a_marker_with_a_number_of_many_digits_cannot_be_read(run_of):
+    folder = run_of("step_1", "step_2")
+    (folder / "step_2" / "_COMPLETE").write_text('{"schema": 1, "step": ' + "9" * 20_000 + "}")
+    assert "bad-marker" in kinds(judge(folder / "step_2"))
+    assert latest(folder).path == str(folder / "step_1")

@@ -7,7 +7,7 @@ is as good as the worst of them, and has one marker for all.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding, errors, state_of, worst_first
@@ -19,6 +19,7 @@ from dcptool.formats.detect import find_parts
 from dcptool.formats.marker import NAME
 from dcptool.formats.table import beside
 from dcptool.frameworks.profile import SavedStep
+from dcptool.frameworks.table import is_needed
 from dcptool.frameworks.values import reader
 from dcptool.ops.verify.parts import FoundParts, check_parts
 from dcptool.ops.verify.verdict import DEFAULTS, MADE_HERE, State, Verdict, VerifyOptions
@@ -63,10 +64,14 @@ def judge(
     resume = Resume()
     if by_files or (found.opened and location.file is None):
         side_files = _look_beside(location, saved, options, vouched.files)
-        made_here = valid and marker and marker.writer in MADE_HERE
-        resume, missing = resume_of(saved, side_files.names, as_it_is=bool(made_here))
+        made_here = marker is not None and valid and marker.writer in MADE_HERE
+        resume, missing = resume_of(saved, side_files.names, as_it_is=made_here)
         problems += [*side_files.findings, *missing]
-        problems += not_read(saved, side_files, options.level) if by_files else []
+        problems += not_read(saved, side_files, options.depth) if by_files else []
+    not_finite = (*found.not_finite, *side_files.not_finite)
+    if options.finite and by_files and not side_files.n_seen:
+        message = "whether its tensors are finite is not known: dcptool reads none of them"
+        problems.append(Finding.of("finite-unknown", message))
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
     problems += [_left_behind(name) for name in left_behind(location, folders_of(names))]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
@@ -91,23 +96,51 @@ def judge(
         len(files),
         sum(files.values()),
         last_written(location, listing),
-        options.level,
+        options.depth,
         found.tally,
         resume,
         tuple(dict.fromkeys(fqn.partition(".")[0] for part in found.opened.values() for fqn in part)),
         side_files,
         patterns_of(files, options.marker),
         vouched.manifests,
+        _are_finite(problems, not_finite) if options.finite else None,
+        not_finite,
     )
+
+
+def beside_step(location: Location, opened: Mapping[str, Checkpoint]) -> list[Finding]:
+    """Return what is wrong with the files beside the checkpoints of a step, and what is missing, by a quick look.
+
+    Args:
+        location: the step's folder.
+        opened: all checkpoints in it, by their place there.
+    """
+    files = {name: entry.nbytes for name, entry in list_files(location).items()}
+    step = SavedStep(base_name(location.path), files, opened, reader(location.storage, files))
+    vouched = look_for_vouchers(location, files, list(opened), DEFAULTS)
+    side_files = _look_beside(location, step, DEFAULTS, vouched.files)
+    valid = vouched.marker is not None and not errors(vouched.of_markers)
+    made_here = vouched.marker is not None and valid and vouched.marker.writer in MADE_HERE
+    _, missing = resume_of(step, side_files.names, as_it_is=made_here)
+    return [*side_files.findings, *missing]
+
+
+def _are_finite(problems: Sequence[Finding], not_finite: Sequence[str]) -> bool | None:
+    """Tell whether all values are finite; None if there is reason to think that not all were seen."""
+    if not_finite:
+        return False
+    unseen = any(finding.kind == "finite-unknown" for finding in problems)
+    return None if unseen or state_of(problems) not in (State.COMPLETE, State.UNMARKED) else True
 
 
 def _look_beside(
     location: Location, step: SavedStep, options: VerifyOptions, vouched_for: Collection[str]
 ) -> SideFiles:
-    """Look at the files of a step that no checkpoint in it uses."""
+    """Look at the files of a step that no checkpoint in it uses; some trainers' have names that DCP has itself."""
     used = {f"{part}/{name}" if part else name for part, found in step.parts.items() for name in found.usage}
-    files = {name: step.files[name] for name in beside(step.files, options.marker) if name not in used}
-    return look_at(location.storage, files, options.level, options.threads, vouched_for)
+    names = {*beside(step.files, options.marker), *filter(is_needed, step.files)} - used
+    files = {name: nbytes for name, nbytes in step.files.items() if name in names}
+    return look_at(location.storage, files, options.depth, options.threads, options.finite, vouched_for)
 
 
 def _not_told(findings: Iterable[Finding], told: Iterable[Finding]) -> list[Finding]:

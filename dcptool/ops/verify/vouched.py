@@ -84,7 +84,7 @@ def look_for_vouchers(
     marked = [claim for folder, marker in markers.items() for claim in _marked(folder, marker)]
     claimed = [claim for manifest in manifests for claim in _claims(manifest)]
     n_compared: Counter[str] = Counter()
-    if options.level >= Level.DEEP:
+    if options.depth >= Level.DEEP:
         wrong_files, unread, n_compared = _compare(location.storage, files, [*marked, *claimed], options.threads)
         of_markers += [_not_as_marked(claim) for claim in marked if claim in wrong_files]
         of_markers += unread
