@@ -1,4 +1,4 @@
-"""What people ran into with steps of trainers, one test per case: a step is what a job resumes from, not its tensors."""
+"""What people ran into with steps of trainers, one test per case: a step is more than its tensors."""
 
 from __future__ import annotations
 
