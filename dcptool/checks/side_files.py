@@ -18,6 +18,7 @@ from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checks.check import CheckReport, Level, check
 from dcptool.checks.files import GET_LFS_FILES
 from dcptool.errors import DcptoolError, MetadataError, RunsCodeError, StorageError
+from dcptool.formats.dcp.format import data_file_rank
 from dcptool.formats.detect import open_part
 from dcptool.formats.safetensors.header import LFS_START
 from dcptool.formats.table import beside
@@ -25,13 +26,14 @@ from dcptool.formats.torch_save.format import SUFFIXES, is_legacy
 from dcptool.frameworks.table import holds, is_needed, is_regular
 from dcptool.pickles import inert
 from dcptool.pickles.calls import Calls
-from dcptool.storage import Location, Storage, join
+from dcptool.storage import Location, Storage, base_name, join
 from dcptool.storage.stream import stream
 from dcptool.words import nbytes as nbytes_words
 from dcptool.words import plural
 
 _KNOWN = (*SUFFIXES, ".npz", ".json")
 _OF_STATE = (*SUFFIXES, ".npz")
+_NUMBER = re.compile(r"(?<!\d)\d{1,7}(?!\d)")
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _NEVER_ZEROS = (".pt", ".pth", ".ckpt", ".pkl", ".npz")
 _NO_PICKLE = (b"<", b"{", b"#", b"/", b"-", b"\n", b" ", b"\xff")
@@ -114,10 +116,29 @@ def patterns_of(files: Iterable[str], marker: str) -> frozenset[str]:
     """Return the names of files that lie beside the checkpoints of a step, with the numbers in them taken out.
 
     Only those of kinds that trainers keep state in: other files may come and go. Numbers stay where a trainer gives a
-    file the same one in each step.
+    file the same one in each step. Where each rank that wrote data has a file, that is a pattern too.
     """
+    files = list(files)
     names = beside((name for name in files if name.endswith(_OF_STATE)), marker)
-    return frozenset(name if is_regular(name) else re.sub(r"\d+", "N", name) for name in names)
+    found = {name if is_regular(name) else re.sub(r"\d+", "N", name) for name in names}
+    n_ranks = 1 + max((rank for name in files if (rank := data_file_rank(base_name(name))) is not None), default=0)
+    return frozenset(found | _of_each_rank((name for name in names if not is_regular(name)), n_ranks))
+
+
+def _of_each_rank(names: Iterable[str], n_ranks: int) -> set[str]:
+    """Return a pattern for each number in names that is that of every rank; none of a single rank."""
+    numbers: dict[str, set[int]] = {}
+    for name in names:
+        for match in _NUMBER.finditer(name):
+            numbers.setdefault(f"{name[: match.start()]}N{name[match.end() :]}", set()).add(int(match[0]))
+    every = set(range(n_ranks))
+    return {f"{form} of each of {n_ranks} ranks" for form, found in numbers.items() if n_ranks > 1 and found >= every}
+
+
+def may_be_lacking(pattern: str, n_ranks: int | None) -> bool:
+    """Tell whether a step of so many ranks, None if unknown, lacks a pattern that others have and it has not."""
+    match = re.search(r" of each of (\d+) ranks$", pattern)
+    return match is None or int(match[1]) == n_ranks
 
 
 def _look_at(storage: Storage, name: str, nbytes: int, level: Level, finite: bool) -> _FileReport:

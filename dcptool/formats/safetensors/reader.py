@@ -265,7 +265,8 @@ def _entry(fqn: str, parts: list[_Part], table: ChunkTable, problems: list[Findi
             message = (
                 f"{fqn!r} is {part_dtype} with {len(box[0])} dimensions in {item.file}, other files differ; left out"
             )
-            problems.append(Finding.of("parts-disagree", message, item.file, fqn))
+            step = "" if sharded else _NAME_ONE
+            problems.append(Finding.of("parts-disagree", message, item.file, fqn, next_step=step))
         elif placed and not sharded:
             message = f"{fqn!r} is in {parts[0][2].file} and in {item.file}, which are no shards; the first is shown"
             problems.append(Finding.of("duplicate-name", message, item.file, fqn, next_step=_NAME_ONE))
