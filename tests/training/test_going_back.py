@@ -71,7 +71,7 @@ def test_the_branch_that_was_left_stays_until_retention_takes_it(run):
             assert sorted(int(one.name[5:]) for one in folder.glob("step_*")) == left
 
 
-def test_n03b_the_save_just_made_is_never_deleted(run):
+def test_b_the_save_just_made_is_never_deleted(run):
     folder, _ = run
     model, optimizer, state = job(seed=1)
     with CheckpointManager(folder, keep=1) as manager:
