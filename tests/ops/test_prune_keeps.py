@@ -112,9 +112,8 @@ class TestProof:
         assert "checked before" not in cli("prune", folder, "--keep", 5, "--dry-run", *more).stdout
 
     def test_b_nothing_goes_for_a_step_that_holds_nan(self, tmp_path):
-        for step in (1, 2):
-            shutil.copytree(FOREIGN / "xver_t2130", tmp_path / f"step_{step}")
-        shutil.copytree(FOREIGN / "dtypes_keys_t2130", tmp_path / "step_3")  # which holds NaN and infinities
+        for step in (1, 2, 3):  # which hold NaN and infinities
+            shutil.copytree(FOREIGN / "dtypes_keys_t2130", tmp_path / f"step_{step}")
         done = cli("prune", tmp_path, "--keep", 1, "--finite", "--yes")
         assert done.returncode == 1
         assert "step_3, the newest that is kept, holds NaN or infinities: special.nan_inf" in done.stdout
