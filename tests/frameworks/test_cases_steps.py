@@ -8,7 +8,7 @@ import os
 import pytest
 
 import dcptool
-from dcptool.ops.prune import make_plan
+from dcptool.ops.prune.prune import make_plan
 from dcptool.ops.verify.verdict import State, VerifyOptions
 from tests.conftest import OLD, run
 
