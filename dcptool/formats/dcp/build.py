@@ -20,6 +20,8 @@ from dcptool.checkpoint.regions import Box, intersect
 from dcptool.formats.dcp.bulk import ItemRow
 from dcptool.formats.dcp.metadata import Records
 
+_ONE_RANK = "The ranks saved different things; name the metadata of one, such as __0.metadata, for what it saved."
+
 
 class View(NamedTuple):
     """Entries over one table of chunks, with what did not fit together."""
@@ -48,7 +50,7 @@ def build(parts: Mapping[str, Records], own: bool = False) -> View:
         path = next((records.paths[fqn] for records in parts.values() if records.paths and fqn in records.paths), None)
         tensors = [records for records in parts.values() if fqn in records.tensors]
         objects = [records for records in parts.values() if fqn in records.objects]
-        if tensors and objects:
+        if tensors and objects and not (first and (fqn in first.tensors or fqn in first.objects)):
             problems.append(_disagree(fqn, "a tensor in some and an object in others"))
         if tensors and not (first and fqn in first.objects):
             entries[fqn] = _tensor(fqn, path, tensors, table, problems, tensors[0] is first)
@@ -82,7 +84,7 @@ def _tensor(
     own: bool,
 ) -> TensorEntry:
     dtype, shape, _ = parts[0].tensors[fqn]
-    if any(records.tensors[fqn][:2] != (dtype, shape) for records in parts):
+    if not own and any(records.tensors[fqn][:2] != (dtype, shape) for records in parts):
         problems.append(_disagree(fqn, "of different dtype or shape in some"))
     mark = table.mark()
     if len(parts) == 1 and _add_columns(fqn, parts[0], table):
@@ -142,7 +144,7 @@ def _chunkless(fqn: str, offsets: Ints | None, item: Extent) -> Finding:
 
 def _disagree(fqn: str, how: str) -> Finding:
     message = f"{fqn!r} is {how} of the ranks' metadata files"
-    return Finding.of("ranks-disagree", message, fqn=fqn, next_step="The ranks saved different things.")
+    return Finding.of("ranks-disagree", message, fqn=fqn, next_step=_ONE_RANK)
 
 
 def _placeless(fqn: str, offsets: Ints | None = None, sizes: Ints | None = None) -> Finding:
