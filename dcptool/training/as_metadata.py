@@ -31,7 +31,7 @@ _PLAIN = (str, int, float, bool, bytes, type(None))
 
 
 @dataclass
-class Place(_StorageInfo):  # type: ignore[misc]
+class ItemPlace(_StorageInfo):  # type: ignore[misc]
     """torch's record of where an item is stored, and which item of the checkpoint that is.
 
     Attributes:
@@ -54,7 +54,7 @@ def as_metadata(checkpoint: Checkpoint, path: str, load_id: str) -> Metadata:
     Raises:
         UnsupportedError: the installed torch has no such dtype.
     """
-    places: dict[MetadataIndex, Place] = {}
+    places: dict[MetadataIndex, ItemPlace] = {}
     for fqn, entry in checkpoint.entries.items():
         _add_places(places, fqn, entry)
     trained = checkpoint.requires_grad
@@ -68,7 +68,7 @@ def as_metadata(checkpoint: Checkpoint, path: str, load_id: str) -> Metadata:
     return found
 
 
-def _add_places(places: dict[MetadataIndex, Place], fqn: str, entry: Entry) -> None:
+def _add_places(places: dict[MetadataIndex, ItemPlace], fqn: str, entry: Entry) -> None:
     """Add where the items of an entry are; of several chunks at one place, one that is not empty."""
     if not isinstance(entry, TensorEntry):
         places[_index(fqn, None)] = _place(fqn, None, entry.item)
@@ -83,9 +83,9 @@ def _index(fqn: str, offsets: Ints | None) -> MetadataIndex:
     return MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))
 
 
-def _place(fqn: str, chunk: int | None, item: Extent | None) -> Place:
+def _place(fqn: str, chunk: int | None, item: Extent | None) -> ItemPlace:
     item = item or _NOWHERE
-    place = Place(item.file, item.byte_offset, item.nbytes, fqn=fqn, chunk=chunk)
+    place = ItemPlace(item.file, item.byte_offset, item.nbytes, fqn=fqn, chunk=chunk)
     place.transform_descriptors = item.transforms or None  # likewise
     return place
 

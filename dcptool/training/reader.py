@@ -30,7 +30,7 @@ from dcptool.formats.detect import open_at, open_part
 from dcptool.ops.latest import find_latest
 from dcptool.runs.directory import runs_at
 from dcptool.storage import Location, is_url, locate
-from dcptool.training.as_metadata import Place, as_metadata
+from dcptool.training.as_metadata import ItemPlace, as_metadata
 from dcptool.training.reading import Delivery, group
 from dcptool.words import listed
 
@@ -223,9 +223,9 @@ class Reader(StorageReader):  # type: ignore[misc]
         future.set_result(None)
         return future
 
-    def _place(self, item: ReadItem) -> Place:
+    def _place(self, item: ReadItem) -> ItemPlace:
         place = self.storage_data.get(item.storage_index)
-        if isinstance(place, Place):
+        if isinstance(place, ItemPlace):
             return place
         index = item.storage_index
         at = f" at {list(index.offset)}" if index.offset else ""

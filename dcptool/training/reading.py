@@ -35,7 +35,7 @@ from dcptool.formats.torch_save.graphs import TAIL, Keys, ObjectGraph, rekey
 from dcptool.pickles.emit import emit
 from dcptool.storage import Storage, join
 from dcptool.storage.window import Window
-from dcptool.training.as_metadata import Place
+from dcptool.training.as_metadata import ItemPlace
 
 _SMALL_NBYTES = 1 << 20
 """An item up to this length is read at once, its headers and its bytes together; and it is always read ahead."""
@@ -54,7 +54,7 @@ _MAX_OBJECT_NBYTES = 1 << 30
 Result = TypeVar("Result")
 
 
-class Wanted(NamedTuple):
+class Asked(NamedTuple):
     """A stored item, and what is wanted of it: boxes of a tensor's chunk, or an object.
 
     `held` is how many bytes of memory it takes to read it ahead, 0 if it is not.
@@ -80,24 +80,24 @@ class _Found(NamedTuple):
     decoded: torch.Tensor | None = None
 
 
-def group(checkpoint: Checkpoint, found: Iterable[tuple[Place, ReadItem]]) -> list[Wanted]:
+def group(checkpoint: Checkpoint, found: Iterable[tuple[ItemPlace, ReadItem]]) -> list[Asked]:
     """Put together what is wanted of the same item, in the order of files and, in a file, of the plan."""
-    files: dict[str, dict[tuple[str, int | None], list[tuple[Place, ReadItem]]]] = {}
+    files: dict[str, dict[tuple[str, int | None], list[tuple[ItemPlace, ReadItem]]]] = {}
     for place, item in found:
         files.setdefault(place.relative_path, {}).setdefault((place.fqn, place.chunk), []).append((place, item))
     return [_wanted(checkpoint, found) for together in files.values() for found in together.values()]
 
 
-def _wanted(checkpoint: Checkpoint, found: Sequence[tuple[Place, ReadItem]]) -> Wanted:
+def _wanted(checkpoint: Checkpoint, found: Sequence[tuple[ItemPlace, ReadItem]]) -> Asked:
     place, items = found[0][0], tuple(item for _, item in found)
     entry = checkpoint.entries[place.fqn]
     if not isinstance(entry, TensorEntry) or place.chunk is None:
-        return Wanted(entry, None, items, 0 if checkpoint.format is TORCH_SAVE else place.length)
+        return Asked(entry, None, items, 0 if checkpoint.format is TORCH_SAVE else place.length)
     chunk = entry.chunks[place.chunk]
     nbytes = _nbytes(entry, chunk)
     whole = len(items) == 1 and tuple(items[0].lengths) == chunk.sizes
     ahead = nbytes <= (_SMALL_NBYTES if whole else _AHEAD_NBYTES) or bool(chunk.item and chunk.item.transforms)
-    return Wanted(entry, chunk, items, nbytes if ahead else 0)
+    return Asked(entry, chunk, items, nbytes if ahead else 0)
 
 
 def _nbytes(entry: TensorEntry, chunk: Chunk) -> int:
@@ -127,7 +127,7 @@ class Delivery:
         self._threads, self._registry, self._trust = threads, registry, trust
         self._executor: ThreadPoolExecutor | None = None
 
-    def run(self, wanted: Sequence[Wanted]) -> None:
+    def run(self, wanted: Sequence[Asked]) -> None:
         """Bring all of it.
 
         Raises:
@@ -145,9 +145,9 @@ class Delivery:
             if self._executor:
                 self._executor.shutdown(cancel_futures=True)
 
-    def _ahead(self, wanted: Iterable[Wanted]) -> Iterator[tuple[Wanted, Callable[[], _Found]]]:
+    def _ahead(self, wanted: Iterable[Asked]) -> Iterator[tuple[Asked, Callable[[], _Found]]]:
         """Yield items in order with what gives what was read of them; some after it are being read meanwhile."""
-        waiting: deque[tuple[Wanted, Callable[[], _Found]]] = deque()
+        waiting: deque[tuple[Asked, Callable[[], _Found]]] = deque()
         held = 0
         for one in wanted:
             while waiting and (held + one.held > _HELD_NBYTES or len(waiting) > _AHEAD_PER_THREAD * self._threads):
@@ -158,7 +158,7 @@ class Delivery:
             held += one.held
         yield from waiting
 
-    def _named(self, one: Wanted, function: Callable[[], Result]) -> Result:
+    def _named(self, one: Asked, function: Callable[[], Result]) -> Result:
         """Call; an error says which file, which bytes and which entry it is about."""
         try:
             return function()
@@ -170,7 +170,7 @@ class Delivery:
             where = place_words(item, one.entry.fqn, (), checkpoint.root if item else checkpoint.path)
             raise error.saying(what if place in what else f"{where}: {what}") from error
 
-    def _look(self, one: Wanted) -> _Found:
+    def _look(self, one: Asked) -> _Found:
         """Read the headers of an item and, if it is read ahead, its bytes; on any thread."""
         if not isinstance(one.entry, TensorEntry) or one.chunk is None:
             return _Found(data=memoryview(self._object_bytes(one.entry)))
@@ -261,7 +261,7 @@ class Delivery:
                 archive.writestr(f"archive/{name}", content)
         return out.getvalue()
 
-    def _hand_over(self, one: Wanted, found: _Found) -> None:
+    def _hand_over(self, one: Asked, found: _Found) -> None:
         """Give the planner what was read, one thing after the other."""
         if one.chunk is None:
             for item in one.items:

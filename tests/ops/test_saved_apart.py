@@ -1,4 +1,4 @@
-"""Saves with `use_collectives=False` of which ranks hold values of their own: nobody drops one rank's without a word."""
+"""Saves with `use_collectives=False` in which ranks hold values of their own: none is dropped without a word."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_verify_compares_objects_too(source):
 
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
-def test_convert_names_them(source, tmp_path, to):
+def test_r29_convert_names_them(source, tmp_path, to):
     result = dcptool.convert(source, tmp_path / f"out.{to}", to)
     assert len(said(result.notes)) == 1
     assert "'rng'" in said(result.notes)[0]

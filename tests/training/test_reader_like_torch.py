@@ -152,7 +152,7 @@ def load_as(rank, reader, state):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("as_given", [True, False])
-def test_each_rank_gets_what_it_saved(tmp_path, rank, as_given):
+def test_r29_each_rank_gets_what_it_saved(tmp_path, rank, as_given):
     path = save_apart(tmp_path / "ck", ranks_state(0), ranks_state(1))
     found = []
     for make in BOTH:
