@@ -150,7 +150,7 @@ KINDS = {
     "path-differs": _warning("nested paths do not give the names of their entries"),
     "path-missing": _warning("entries have no nested path, though others do"),
     # Ranks that do not fit together.
-    "replicas-differ": _warning("copies of one chunk, of several ranks, hold different values"),
+    "replicas-differ": _warning("copies of one chunk or object, of several ranks, hold different values"),
     "ranks-disagree": _error("ranks recorded different things under one name"),
     "family-gap": _warning("an entry that each rank has of its own is missing for some rank"),
     "shard-gap": _error("an object of several shards lacks one"),

@@ -24,7 +24,11 @@ class Window:
         """Read a piece of a file, to serve what is read of it next."""
         buffer = memoryview(bytearray(end - start))
         self._storage.read_into(file, start, buffer)
-        self._pieces.append((file, start, end, buffer))
+        self.keep(file, start, buffer)
+
+    def keep(self, file: str, start: int, data: memoryview) -> None:
+        """Serve what is read next at an offset of a file from these bytes."""
+        self._pieces.append((file, start, start + len(data), data))
 
     def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
         end = byte_offset + len(out)
