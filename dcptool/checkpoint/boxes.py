@@ -99,11 +99,11 @@ def payload_of(source: Source, entry: TensorEntry, chunk: Chunk) -> Payload:
         raise LayoutError(NO_PLACE)
     payload = source.payload(entry, chunk, chunk.item)
     require_box(payload, entry, chunk)
-    _require_stored(payload)
+    require_stored(payload)
     return payload
 
 
-def _require_stored(payload: Payload) -> None:
+def require_stored(payload: Payload) -> None:
     """Refuse a view that repeats its few elements without end: reading it would take as long as writing them out.
 
     Raises:

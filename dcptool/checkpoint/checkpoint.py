@@ -45,6 +45,8 @@ class Checkpoint(Mapping[str, Entry]):
         save_id: the writer's identifier of the save, None where there is none.
         requires_grad: fqns of tensors that were saved as trained parameters, where the format tells.
         variant: what the software that wrote it does of its own.
+        version: of the metadata, None where it tells none.
+        planner_data: what the saver's planner left in the metadata, with stand-ins for what is no plain value.
         seen: the listing of `root` just before the metadata was read, to tell later whether somebody wrote there since.
     """
 
@@ -63,6 +65,8 @@ class Checkpoint(Mapping[str, Entry]):
     save_id: str | None = None
     requires_grad: frozenset[str] = frozenset()
     variant: Variant = USUAL
+    version: str | None = None
+    planner_data: Any = None
     seen: tuple[DirEntry, ...] = ()
 
     @property
@@ -102,7 +106,8 @@ class Checkpoint(Mapping[str, Entry]):
         """For each file the metadata names, how its items use it, in order of first use."""
         usage = self.table.usage()
         rest = [chunk.item for tensor in self.tensors.values() for chunk in tensor.replicas]
-        for item in [*rest, *(entry.item for entry in self.objects.values())]:
+        rest += [item for entry in self.objects.values() for item in (entry.item, *entry.replicas)]
+        for item in rest:
             if item:
                 use = usage.get(item.file, FileUse(0, 0, 0))
                 usage[item.file] = FileUse(use.items + 1, use.nbytes + item.nbytes, max(use.end, item.span[1]))

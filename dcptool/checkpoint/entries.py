@@ -46,12 +46,14 @@ class ObjectEntry(NamedTuple):
         fqn, path: as of a tensor.
         item: what holds its pickle.
         foreign: what it is, if it is a tensor of a form or class that is not looked into.
+        replicas: what other ranks stored under the name, each for itself.
     """
 
     fqn: str
     path: tuple[str | int, ...] | None
     item: Extent | None
     foreign: str = ""
+    replicas: tuple[Extent, ...] = ()
 
 
 Entry = TensorEntry | ObjectEntry

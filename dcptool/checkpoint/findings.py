@@ -11,7 +11,7 @@ from dcptool.words import are, listed
 
 MAX_NAMED = 3
 LOOK_AGAIN = "It may be whole: look again when it can be read."
-HOW_TO_LOAD = "dcp.load or torch.load reads it, in a job that imports what it is of."
+_HOW_TO_LOAD = "dcp.load or torch.load reads it, in a job that imports what it is of."
 _ONE_RANKS = (
     "It is one rank's slice of a tensor: save whole ones, or with dcp.save, which writes the slices of all ranks."
 )
@@ -99,8 +99,13 @@ def foreign_tensors(found: Mapping[str, str], file: str | None = None) -> list[F
         return []
     fqn, what = next(iter(found.items()))
     message = f"{are(len(found), 'tensor')} not looked into, such as {fqn!r}, {what}: not proven"
-    step = _ONE_RANKS if what.endswith(("DTensor", "ShardedTensor")) else HOW_TO_LOAD
+    step = how_to_load(what)
     return [Finding.of("unsupported-item", message, file, fqn, next_step=step, severity=Severity.NOTE)]
+
+
+def how_to_load(foreign: str) -> str:
+    """Return the next step for a tensor of a form or class that is not looked into; `foreign` says what it is."""
+    return _ONE_RANKS if foreign.endswith(("DTensor", "ShardedTensor")) else _HOW_TO_LOAD
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

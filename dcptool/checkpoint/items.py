@@ -34,7 +34,8 @@ class FileItems:
         self._others: list[Placed] = []
         for entry in checkpoint.tensors.values():
             self._others += [Placed(chunk.item, entry, chunk) for chunk in entry.replicas if chunk.item]
-        self._others += [Placed(entry.item, entry, None) for entry in checkpoint.objects.values() if entry.item]
+        for found in checkpoint.objects.values():
+            self._others += [Placed(item, found, None) for item in (found.item, *found.replicas) if item]
         for index, placed in enumerate(self._others):
             self._rows.setdefault(placed.item.file, array("q")).append(-1 - index)
         self._spans: dict[str, tuple[array[int], array[int]]] = {}

@@ -36,6 +36,8 @@ class Effect(str, Enum):
     """Something cannot be looked into here: nothing is known of it."""
     UNMARKED = "unmarked"
     """It may be whole, but has no valid marker."""
+    UNWANTED = "complete"
+    """All is there as it was saved, and its values are not what one wants."""
 
 
 class Kind(NamedTuple):
@@ -79,7 +81,7 @@ KINDS = {
     "bad-storage-meta": _error("the path it was saved to is damaged in the metadata"),
     # What is not there.
     "missing-file": _error("a file is not there", _MISSING, of_file=True),
-    "short-file": _error("a file is shorter than its metadata or its marker says", _MISSING, of_file=True),
+    "short-file": _error("a file is shorter than its metadata, a marker or a manifest says", _MISSING, of_file=True),
     "lfs-pointer": _error("a file is what Git LFS leaves in its place", _MISSING, of_file=True),
     "missing-part": _error("a part that was asked for, or that all other steps have, is not there", _MISSING),
     "missing-side-file": _error(
@@ -106,7 +108,12 @@ KINDS = {
     "no-marker": _error("a marker should be there and is not", Effect.UNMARKED),
     "bad-marker": _error("the marker cannot be read", Effect.UNMARKED),
     "stale-marker": _error("the marker is of another save than the metadata", Effect.UNMARKED),
-    "changed-file": _error("a file is not what was marked"),
+    "changed-file": _error("a file is not what was marked, or not what a manifest lists"),
+    "unmarked-file": _note("files were added since the checkpoint was marked"),
+    # Manifests of other software.
+    "bad-manifest": _error("a manifest cannot be understood: it vouches for nothing", Effect.UNMARKED, unfinished=True),
+    "manifest-line": _warning("lines of a manifest cannot be understood"),
+    "not-compared": _note("digests of a manifest are of a kind that dcptool does not compute"),
     "being-written": _warning("why it counts as in progress", unfinished=True),
     "unfinished-save": _error(
         "a save of `CheckpointManager` began here and did not finish: `_SAVING` is there and `_COMPLETE` is not",
@@ -143,12 +150,12 @@ KINDS = {
     "unknown-entry": _error("an entry is neither tensor nor object"),
     "bad-properties": _error("layout or memory format of a tensor is not what torch writes"),
     "unknown-dtype": _error("a tensor has a dtype this dcptool does not know"),
-    "path-escape": _error("a file's name leads out of the folder; it is never followed"),
+    "path-escape": _error("a file's name leads out of the folder; it is never followed; of a manifest a warning"),
     "bad-path": _warning("the nested path of an entry cannot be understood"),
     "path-differs": _warning("nested paths do not give the names of their entries"),
     "path-missing": _warning("entries have no nested path, though others do"),
     # Ranks that do not fit together.
-    "replicas-differ": _warning("copies of one chunk, of several ranks, hold different values"),
+    "replicas-differ": _warning("copies of one chunk or object, of several ranks, hold different values"),
     "ranks-disagree": _error("ranks recorded different things under one name"),
     "family-gap": _warning("an entry that each rank has of its own is missing for some rank"),
     "shard-gap": _error("an object of several shards lacks one"),
@@ -161,6 +168,7 @@ KINDS = {
     "bad-file": _error("the header of one file of several cannot be read"),
     "missing-tensor": _error("the index places a tensor in a file that does not have it"),
     "unlisted-file": _warning("a file of tensors is there that the index does not name"),
+    "other-weights": _note("weights are there in files of torch.save too, which are not read"),
     "unlisted-tensor": _warning("a tensor is not in the index"),
     "parts-disagree": _error("files hold parts of one tensor with different dtypes or ndim"),
     "duplicate-name": _error("several entries have one name; in `.pt` files a warning: their keys are equal as text"),
@@ -184,8 +192,11 @@ KINDS = {
     "layer-stacks": _note("one tensor holds all layers"),
     "side-files": _note("files of a framework lie beside it"),
     "unmatched-glob": _note("of diff too: a name or glob of `--keys` or `--exclude` matches nothing"),
-    # Of inspect --stats.
-    "not-finite": _warning("tensors hold NaN or infinities"),
+    # Of inspect --stats, and of --finite.
+    "not-finite": _warning(
+        "tensors hold NaN or infinities; an error of `--finite`, which the state does not tell", Effect.UNWANTED
+    ),
+    "finite-unknown": _warning("`--finite` was asked, and no value of a tensor, or not all, could be looked at"),
     "all-zero": _note("tensors hold zeros only"),
     "never-updated": _note("second moments are zero: no gradient has reached these parameters"),
     "constant": _note("tensors hold one value only"),
@@ -216,5 +227,6 @@ KINDS = {
     "unreadable-pointer": _warning("a pointer cannot be read"),
     # Of a run: who saves to it, and what was saved last.
     "run-held": _note("a job saves to this run now, as its `_LEASE` says"),
+    "other-branch": _note("steps are of a branch that was left when the job went back to an older step"),
     "order-unclear": _warning("a step was written long after one with a higher number"),
 }

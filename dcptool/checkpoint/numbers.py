@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 
 SLICE = 1 << 16
 """Elements that are looked at together, so that no temporary is larger than a few megabytes."""
+_PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
+_FIRST_NOT_FINITE = {
+    "float64": 0x7FF0_0000_0000_0000,
+    "float32": 0x7F80_0000,
+    "float16": 0x7C00,
+    "bfloat16": 0x7F80,
+    "float8_e5m2": 0x7C,
+    "float8_e4m3fn": 0x7F,
+}
+"""By dtype: the bits, without the sign, from which on a value is infinite or NaN."""
+_ONLY_NAN = {"float8_e8m0fnu": 0xFF, "float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80}
+"""By dtype: the bits of its one value that is not finite."""
 
 
 def array_dtype(name: str) -> np.dtype[Any]:
@@ -54,3 +66,38 @@ def slices(array: Array) -> Iterator[Array]:
     """Yield the elements of an array in order, SLICE at a time."""
     flat = array.reshape(-1)
     return (flat[start : start + SLICE] for start in range(0, len(flat), SLICE))
+
+
+def can_be_not_finite(name: str) -> bool:
+    """Tell whether a dtype has NaN or infinities; integers, bools, float4 and quantised values have neither."""
+    return _PARTS.get(name, name) in _FIRST_NOT_FINITE or name in _ONLY_NAN
+
+
+def not_finite(array: Array, name: str) -> Iterator[tuple[Array, Array]]:
+    """Yield where elements are NaN or infinite, slice by slice: their flat indices, rising, and which are NaN.
+
+    A complex number with a NaN in it is NaN. Slices without any are passed over by their bits: several times the speed
+    of numbers, of which numpy knows only some.
+
+    Args:
+        array: of `dtypes.numpy_dtype`, C-contiguous.
+        name: its dtype, one that `can_be_not_finite`.
+    """
+    import numpy as np
+
+    for number, piece in enumerate(slices(array)):
+        if not _any_not_finite(piece, name):
+            continue
+        values = plain_numbers(piece)
+        places = np.flatnonzero(~np.isfinite(values))
+        yield places + number * SLICE, np.isnan(values[places])
+
+
+def _any_not_finite(piece: Array, name: str) -> bool:
+    part = _PARTS.get(name, name)
+    nbits = 8 * dtypes.lookup(part).itemsize
+    bits = piece.view(f"<u{nbits // 8}")
+    if part in _ONLY_NAN:
+        return bool((bits == _ONLY_NAN[part]).any())
+    sign = bits.dtype.type(1 << (nbits - 1))
+    return bool((bits & ~sign).max() >= _FIRST_NOT_FINITE[part])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
@@ -22,7 +23,8 @@ from dcptool.checks.copies import overlap_verdict, replica_problems
 from dcptool.checks.extents import edge_problems, extent_problems, short_items
 from dcptool.checks.families import family_problems
 from dcptool.checks.files import file_problems, mixed_times
-from dcptool.checks.items import Tally, item_problems
+from dcptool.checks.finite import NotFinite, not_finite_problems
+from dcptool.checks.items import Depth, ItemReport, Tally, item_problems
 from dcptool.checks.paths import path_problems
 from dcptool.errors import LayoutError
 from dcptool.storage import Progress
@@ -43,11 +45,13 @@ class CheckReport(NamedTuple):
         findings: all of them, errors first.
         level: how closely was looked.
         tally: items and bytes looked at; zeros at level METADATA.
+        not_finite: fqn → what of it is NaN or infinite, in the order of the metadata, if that was asked.
     """
 
     findings: tuple[Finding, ...]
     level: Level
     tally: Tally
+    not_finite: Mapping[str, NotFinite] = MappingProxyType({})
 
     @property
     def good(self) -> bool:
@@ -59,6 +63,7 @@ def check(
     checkpoint: Checkpoint,
     level: Level = Level.METADATA,
     *,
+    finite: bool = False,
     written: Mapping[str, float] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -68,6 +73,7 @@ def check(
     Args:
         checkpoint: see `dcptool.open`.
         level: how closely to look.
+        finite: whether tensors that hold NaN or infinities are errors; every byte is read then, whatever the level.
         written: file name → when it was last written, seconds since the epoch, to see files of two saves.
         threads: how many read at the same time; default: the number of processors.
         progress: told the number of bytes as they are read.
@@ -79,20 +85,24 @@ def check(
         StorageError: the storage itself fails (a damaged file is a finding).
     """
     by_file = FileItems(checkpoint)
+    level = Level.DEEP if finite else level
     problems = shown_by_metadata(checkpoint, by_file, deep=level >= Level.DEEP)
     if level is Level.METADATA:
         problems += edge_problems(checkpoint, by_file, {problem.file for problem in errors(problems)})
     if written is not None and checkpoint.format.saved_by_ranks:
         problems += mixed_times(checkpoint, written, list(filter(checkpoint.format.is_metadata, checkpoint.files)))
-    tally = Tally()
+    looked = ItemReport([], Tally(), {})
     if level >= Level.RECORDS:
         problems = [problem for problem in problems if problem.kind != "unsupported-item"]  # which is told of each
-        found, tally = item_problems(checkpoint, by_file, level >= Level.DEEP, threads or os.cpu_count() or 1, progress)
-        problems += found
+        wanted = Depth(level >= Level.DEEP, finite)
+        looked = item_problems(checkpoint, by_file, wanted, threads or os.cpu_count() or 1, progress)
+        problems += looked.problems
     if level >= Level.DEEP:
         problems += replica_problems(checkpoint)
-        problems += _unverifiable(tally)
-    return CheckReport(tuple(worst_first(problems)), level, tally)
+        problems += _unverifiable(looked.tally)
+    not_finite = {fqn: looked.not_finite[fqn] for fqn in checkpoint if fqn in looked.not_finite}
+    problems += not_finite_problems(not_finite)
+    return CheckReport(tuple(worst_first(problems)), level, looked.tally, not_finite)
 
 
 def shown_by_metadata(

@@ -6,18 +6,22 @@ loader takes is not defined, so that only equal ones are harmless.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from dcptool.checkpoint.boxes import fill_box
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.cover import Overlap
-from dcptool.checkpoint.entries import TensorEntry
-from dcptool.checkpoint.extents import Chunk
+from dcptool.checkpoint.entries import ObjectEntry, TensorEntry
+from dcptool.checkpoint.extents import Chunk, Extent, Ints
 from dcptool.checkpoint.fill import numpy_empty
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import Box, cut_box
 from dcptool.errors import DcptoolError
+from dcptool.formats.dcp.format import rank_metadata
+from dcptool.storage import join
+from dcptool.words import listed, plural
 
+MAX_NAMED = 5
 BAND_ELEMENTS = 1 << 20
 """Elements of each copy in memory at once."""
 
@@ -36,11 +40,75 @@ def replica_problems(checkpoint: Checkpoint) -> list[Finding]:
             except DcptoolError:  # the items' own checks say why
                 continue
             if not same:
-                message = f"{fqn!r} differs between {first.item.file} and {replica.item.file}; the first is read"
-                step = "Each rank saved its own value under this name; a resume takes one of them."
-                where = (replica.item.file, fqn, replica.offsets, replica.sizes)
-                problems.append(Finding.of("replicas-differ", message, *where, next_step=step))
+                problems.append(_differs(fqn, first.item, replica.item, replica.offsets, replica.sizes))
+    for fqn, found in checkpoint.objects.items():
+        for item in found.replicas:
+            if found.item and _objects_differ(checkpoint, found, item):
+                problems.append(_differs(fqn, found.item, item))
     return problems
+
+
+def _differs(fqn: str, first: Extent, other: Extent, *box: Ints) -> Finding:
+    message = f"{fqn!r} differs between {first.file} and {other.file}; the first is read"
+    step = "Each rank saved its own value under this name; dcp.load on as many ranks gives each its own."
+    return Finding.of("replicas-differ", message, other.file, fqn, *box, next_step=step)
+
+
+def saved_apart(checkpoint: Checkpoint) -> list[str]:
+    """Return the entries of which ranks saved values of their own, by the checksums of what is stored if there are any.
+
+    What cannot be read is taken as equal: other checks say what is wrong with it.
+    """
+    found = []
+    for fqn, entry in checkpoint.entries.items():
+        if isinstance(entry, TensorEntry):
+            kept = {(chunk.offsets, chunk.sizes): chunk for chunk in entry.chunks} if entry.replicas else {}
+            pairs = ((kept.get((other.offsets, other.sizes)), other) for other in entry.replicas)
+            differ = any(first is None or _chunks_differ(checkpoint, entry, first, other) for first, other in pairs)
+        else:
+            differ = any(_objects_differ(checkpoint, entry, item) for item in entry.replicas)
+        found += [fqn] if differ else []
+    return found
+
+
+def apart_notes(checkpoint: Checkpoint, names: Container[str]) -> list[str]:
+    """Say which of some entries differ between ranks that each saved its own, of which one is taken."""
+    apart = [fqn for fqn in saved_apart(checkpoint) if fqn in names]
+    if not apart:
+        return []
+    which = listed(list(map(repr, apart)), MAX_NAMED)
+    other = join(checkpoint.root, rank_metadata(checkpoint.files)[-1])
+    return [
+        f"of {plural(len(apart), 'entry')} each rank saved its own, and they differ: {which}; those of one rank are "
+        f"taken, the lowest that has them; name a rank's metadata to take its own, such as {other}"
+    ]
+
+
+def _chunks_differ(checkpoint: Checkpoint, entry: TensorEntry, first: Chunk, other: Chunk) -> bool:
+    try:
+        payloads = [checkpoint.payload(entry, chunk) for chunk in (first, other)]
+        sums = {(*payload[1:], payload.record.nbytes, payload.record.crc32) for payload in payloads}
+        if all(payload.record.crc32 is not None for payload in payloads):
+            return len(sums) > 1
+        return not equal(checkpoint, entry, first, other, (first.offsets, first.sizes))
+    except DcptoolError:
+        return False
+
+
+def _objects_differ(checkpoint: Checkpoint, entry: ObjectEntry, other: Extent) -> bool:
+    """Tell whether the pickles of two objects, or the storages in them, have different checksums."""
+    try:
+        sums = [
+            {
+                (record.name, record.nbytes, record.crc32)
+                for record in checkpoint.source.examine(entry, None, item).records
+            }
+            for item in (entry.item, other)
+            if item
+        ]
+    except DcptoolError:
+        return False
+    return len(sums) == 2 and sums[0] != sums[1]
 
 
 def overlap_verdict(checkpoint: Checkpoint, entry: TensorEntry, overlaps: Iterable[Overlap]) -> str:

@@ -78,7 +78,8 @@ def not_read(step: SavedStep, side_files: SideFiles, level: Level) -> list[Findi
     if profile is None or errors(side_files.findings) or profile.missing(step):
         return []
     looked = f"{plural(len(side_files.names), 'file')} there and whole ({_LOOKED[level]})"
-    message = f"a step of {profile.name}: {looked}; tensors are not read by dcptool"
+    read = "only looked through for NaN and infinities" if side_files.n_seen else "not read by dcptool"
+    message = f"a step of {profile.name}: {looked}; tensors are {read}"
     return [Finding.of("tensors-not-read", message)]
 
 

@@ -13,6 +13,7 @@ from dcptool.cli import options
 @click.argument("run_dir", type=options.PATH)
 @click.option("--records", is_flag=True, help="Also look into the headers of every item of the candidates.")
 @click.option("--deep", is_flag=True, help="Read every byte of the candidates and check every checksum.")
+@options.finite
 @click.option("--weights", is_flag=True, help="Take a step that was saved for its weights alone too.")
 @click.option("--skip-unreadable", is_flag=True, help="Pass over a step that cannot be read, which may be whole.")
 @options.by
@@ -27,7 +28,7 @@ def latest(run_dir: str, records: bool, deep: bool, weights: bool, skip_unreadab
     Steps are looked at newest first, by what is in them, whatever pointer files say. Newest is what was saved last: by
     the markers that saves leave, else the highest number. Why newer ones were passed over goes to stderr.
 
-    Exits 1 if no step is complete, or there is none; 3 if the newest cannot be read.
+    Exits 1 if no step is complete (and finite, with --finite), or there is none; 3 if the newest cannot be read.
     """
     from dcptool.ops.latest import find_latest
     from dcptool.ops.verify.verdict import VerifyOptions

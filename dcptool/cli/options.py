@@ -146,6 +146,9 @@ require_parts = click.option(
     callback=lambda ctx, param, value: tuple(name for part in value.split(",") if (name := part.strip().strip("/"))),
     help="Parts a step must have, separated by commas, such as actor,critic,data/data.pt.",
 )
+finite = click.option(
+    "--finite", is_flag=True, help="Read every byte, as --deep, and say which tensors hold NaN or infinity."
+)
 by = click.option(
     "--by",
     type=click.Choice(["number", "time"]),

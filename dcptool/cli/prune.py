@@ -17,6 +17,7 @@ from dcptool.cli import options
 @click.option("--include-incomplete", is_flag=True, help="Delete incomplete, damaged and unmarked steps too …")
 @click.option("--older-than", type=options.DURATION, help="… that were last written so long ago.")
 @click.option("--deep", is_flag=True, help="Check every byte of the newest step that is kept before anything goes.")
+@click.option("--finite", is_flag=True, help="… and that it holds neither NaN nor infinity.")
 @options.by
 @options.require_parts
 @options.require_marker
@@ -31,6 +32,7 @@ def prune(
     include_incomplete: bool,
     older_than: float | None,
     deep: bool,
+    finite: bool,
     dry_run: bool,
     yes: bool,
     **chosen: Any,
@@ -69,12 +71,12 @@ def prune(
         older_than=older_than or 0.0,
         now=time.time(),
     )
-    proof = options.level_of(True, deep)
-    options.say(plan_text(plan, proof))
+    proof = options.level_of(True, deep or finite)
+    options.say(plan_text(plan, proof, finite))
     deleted = None
     if plan.removed and (yes or (ask and click.confirm(f"delete {len(plan.removed)} of {len(plan.decisions)} steps?"))):
         with bar() as progress:
-            deleted = delete_steps(plan, meant, proof=proof, progress=progress)
+            deleted = delete_steps(plan, meant, proof=proof, finite=finite, progress=progress)
     if options.wants_json():
         options.print_json(plan_json(plan, deleted))
     elif deleted:

@@ -17,6 +17,7 @@ from dcptool.cli import options
     "--load", is_flag=True, help="Also load everything with the installed torch: the check before an upgrade."
 )
 @click.option("--trust", is_flag=True, help="With --load: load objects too, which executes their pickles.")
+@options.finite
 @options.require_marker
 @options.marker
 @click.option(
@@ -36,8 +37,8 @@ def verify(paths: tuple[str, ...], records: bool, deep: bool, load: bool, trust:
     PATH is a checkpoint, or a run directory (a row per step, then details). Without options this reads the metadata
     and the sizes of files: seconds, whatever the size.
 
-    Exits 1 unless every checkpoint is complete; in a run directory a step may be in progress. Of several paths one that
-    cannot be opened stops none of the others; then it exits 3.
+    Exits 1 unless every checkpoint is complete, with --finite also if one holds NaN or infinity; in a run directory a
+    step may be in progress. Of several paths one that cannot be opened stops none of the others; then it exits 3.
     """
     from dcptool.cli.progress import bar
     from dcptool.errors import DcptoolError
@@ -46,7 +47,9 @@ def verify(paths: tuple[str, ...], records: bool, deep: bool, load: bool, trust:
     from dcptool.render.verify import verify_json, verify_text
     from dcptool.words import shown
 
-    options.require_use_of_threads(chosen["threads"], records or deep, "--records and --deep")
+    options.require_use_of_threads(
+        chosen["threads"], records or deep or chosen["finite"], "--records, --deep and --finite"
+    )
     if trust and not load:
         raise click.UsageError("--trust only means something with --load")
     if load and chosen["also"]:

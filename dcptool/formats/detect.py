@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.steps import step_number
@@ -47,13 +47,18 @@ class Part(NamedTuple):
     known: KnownFormat | None
 
 
-def open_checkpoint(path: str | os.PathLike[str], also: Sequence[str | os.PathLike[str]] = ()) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    also: Sequence[str | os.PathLike[str]] = (),
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
     """Open the one checkpoint at a path without torch and without executing a pickle; only its metadata is read.
 
     Args:
         path: local path or fsspec URL of a DCP directory, a `.pt` file, a safetensors file, index or folder, or of a
             parent folder that holds exactly one checkpoint.
         also: further folders whose files are taken as lying in the first, as node-local halves of one save.
+        storage_options: what the fsspec file system of a URL takes, such as `anon` or `endpoint_url`.
 
     Returns:
         The checkpoint: a mapping from fqn to entries, with `read`, `read_torch` and `value`.
@@ -68,7 +73,11 @@ def open_checkpoint(path: str | os.PathLike[str], also: Sequence[str | os.PathLi
         >>> ckpt = dcptool.open("ckpt/step_500")
         >>> ckpt.read("model.embed.weight", offsets=(10, 0), sizes=(2, 4))
     """
-    location = locate(path, also)
+    return open_at(locate(path, also, storage_options))
+
+
+def open_at(location: Location) -> Checkpoint:
+    """Open the one checkpoint at a location; errors as of `open_checkpoint`."""
     if location.file is not None:
         return open_part(location, "")
     parts = find_parts(location)

@@ -7,15 +7,14 @@ is all they say. Not a dotfile, since `cp ckpt/* …` loses those.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint.findings import Finding, cannot_be_read
 from dcptool.errors import DcptoolError, StorageError
-from dcptool.storage import Storage
+from dcptool.formats.digests import sha256
+from dcptool.storage import Storage, is_inside
 from dcptool.words import plural
 
 NAME = "_COMPLETE"
@@ -28,6 +27,8 @@ NEGATIVE = (".incomplete", "INCOMPLETE", "_INCOMPLETE", ".in_progress", "IN_PROG
 NEGATIVE_SUFFIX = "-unfinished"
 """A sibling named like the checkpoint with this added says that it is being written."""
 MAX_MARKER_NBYTES = 256 << 20
+_MAX_INT = (1 << 63) - 1
+"""JSON has numbers of any length; no float holds one of 400 digits, and Python shows none of more than 4,300."""
 
 
 class Marker(NamedTuple):
@@ -175,6 +176,9 @@ def _marker(name: str, fields: Mapping[str, Any]) -> Marker:
     marker = Marker(name, **{field: value for field, value in fields.items() if field in Marker._fields[1:]})
     if fields.get("schema") != SCHEMA or not _is_sound(marker):
         raise ValueError("its fields are not those of this version")
+    outside = next((file for file in (*marker.files, *marker.sha256) if not is_inside(file)), None)
+    if outside is not None:
+        raise ValueError(f"it lists {outside!r}, outside its folder")
     return marker
 
 
@@ -183,17 +187,21 @@ def _is_sound(marker: Marker) -> bool:
     return (
         marker.writer in WRITERS
         and all(isinstance(table, dict) for table in tables)
-        and all(type(nbytes) is int and nbytes >= 0 for nbytes in marker.files.values())
+        and all(_is_int(nbytes) and nbytes >= 0 for nbytes in marker.files.values())
         and all(isinstance(digest, str) for table in (tables[0], tables[2]) for digest in table.values())
-        and all(value is None or type(value) is int for value in (marker.step, marker.world_size, marker.resumed_from))
-        and (marker.number is None or (type(marker.number) is int and marker.number > 0))
+        and all(value is None or _is_int(value) for value in (marker.step, marker.world_size, marker.resumed_from))
+        and (marker.number is None or (_is_int(marker.number) and marker.number > 0))
         and all(value is None or isinstance(value, str) for value in (marker.created, marker.save_id))
         and all(value is None or _is_seconds(value) for value in (marker.save_seconds, marker.blocked_seconds))
     )
 
 
+def _is_int(value: object) -> bool:
+    return type(value) is int and abs(value) <= _MAX_INT
+
+
 def _is_seconds(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf  # type: ignore[operator]
+    return type(value) in (int, float) and 0 <= value <= _MAX_INT  # type: ignore[operator]
 
 
 def marker_problems(marker: Marker, storage: Storage, files: Mapping[str, int]) -> list[Finding]:
@@ -223,29 +231,3 @@ def marker_problems(marker: Marker, storage: Storage, files: Mapping[str, int]) 
             kind = "short-file" if files[name] < nbytes else "changed-file"
             problems.append(Finding.of(kind, message, name))
     return problems
-
-
-def checksum_problems(marker: Marker, storage: Storage, files: Mapping[str, int]) -> list[Finding]:
-    """Compare every file that the marker has a SHA-256 of, with one read of each; arguments as `marker_problems`."""
-    problems = []
-    for name, digest in marker.sha256.items():
-        if name not in files:
-            continue
-        try:
-            if sha256(storage, name, files[name]) != digest:
-                message = f"{name} is not what was marked: its SHA-256 differs from the one in {marker.name}"
-                problems.append(Finding.of("changed-file", message, name))
-        except StorageError as error:
-            problems.append(cannot_be_read(error, name))
-    return problems
-
-
-def sha256(storage: Storage, name: str, nbytes: int) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(min(storage.piece_nbytes, nbytes)))
-    for start in range(0, nbytes, storage.piece_nbytes):
-        piece = buffer[: min(len(buffer), nbytes - start)]
-        storage.read_into(name, start, piece)
-        digest.update(piece)
-    return digest.hexdigest()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import HOW_TO_LOAD
+from dcptool.checkpoint.findings import how_to_load
 from dcptool.checkpoint.selection import Selection
 from dcptool.copying.outputs import LaidOut, Wanted
 from dcptool.errors import LayoutError, UnsupportedError
@@ -97,7 +97,7 @@ def lay_out(checkpoint: Checkpoint, selection: Selection, to: str, wanted: Wante
         what = f"{are(len(foreign), 'tensor')} of a form or class that dcptool does not look into"
         raise UnsupportedError(
             f"{what}, such as {foreign[0].name!r}, {foreign[0].entry.foreign}; --to {to} cannot hold it as it is",
-            next_step=f"{HOW_TO_LOAD} --objects skip leaves out what is no plain tensor.",
+            next_step=f"{how_to_load(foreign[0].entry.foreign)} --objects skip leaves out what is no plain tensor.",
         )
     if selection.objects and not selection.tensors:
         raise LayoutError(

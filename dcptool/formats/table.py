@@ -9,6 +9,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.format import Format
 from dcptool.formats.dcp import format as dcp
 from dcptool.formats.dcp.reader import open_dcp
+from dcptool.formats.manifests import is_manifest_name
 from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, SAVING
 from dcptool.formats.safetensors import format as safetensors
 from dcptool.formats.safetensors.reader import open_safetensors
@@ -69,14 +70,14 @@ def is_own_name(name: str) -> bool:
 
 
 def beside(files: Iterable[str], marker: str = NAME) -> list[str]:
-    """Return the files that by their names belong to no checkpoint and no marker: what a trainer put beside them."""
+    """Return the files that by their names are no checkpoint's, marker's or manifest's: what a trainer put beside."""
     markers = {marker, NAME, SAVING, *FOREIGN, *NEGATIVE}
 
     def is_beside(name: str) -> bool:
         last = name.rpartition("/")[2]
         if last in markers or last.startswith("._") or last.endswith((NEGATIVE_SUFFIX, ".tmp")) or is_temporary(last):
             return False
-        return not (is_own_name(name) or is_metadata(last))
+        return not (is_own_name(name) or is_metadata(last) or is_manifest_name(last))
 
     return list(filter(is_beside, files))
 

@@ -11,6 +11,7 @@ from dcptool.checkpoint.findings import Finding, errors, state_of
 from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.selection import Selection, selects
 from dcptool.checks.check import check, shown_by_metadata
+from dcptool.checks.copies import apart_notes
 from dcptool.copying.outputs import OutputFile
 from dcptool.copying.pool import Pool
 from dcptool.copying.publishing import Target, leftovers
@@ -205,6 +206,7 @@ def source_notes(checkpoint: Checkpoint, selection: Selection, unproven: Collect
     if beside:
         told.append(f"not part of the output, copy it if it is needed: {', '.join(beside)}")
     names = {item.entry.fqn: item.name for item in selection.in_order}
+    told += apart_notes(checkpoint, names)
     doubled = [found.fqn for found in checkpoint.problems if found.kind == "duplicate-name" and found.fqn in names]
     if doubled:
         first = checkpoint.problems[[found.fqn for found in checkpoint.problems].index(doubled[0])]

@@ -26,7 +26,7 @@ from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions
 from dcptool.ops.verify.verify import judge_step
 from dcptool.runs.activity import list_files
 from dcptool.runs.directory import Run, find_runs, listed, require_run
-from dcptool.runs.order import Save, contradiction, in_order, later_by_time
+from dcptool.runs.order import Save, in_order, later_by_time
 from dcptool.runs.pointers import pointer_problems, read_pointers
 from dcptool.storage import Location, Storage, join, locate
 
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 
 class Latest(NamedTuple):
-    """The answer.
+    """The answer: false if there is nothing to resume from, else a path of what there is.
 
     Attributes:
         run: path of the run directory.
@@ -64,6 +64,19 @@ class Latest(NamedTuple):
     def path(self) -> str | None:
         """Path of the newest complete step, None if there is none."""
         return self.verdict.path if self.verdict else None
+
+    def __bool__(self) -> bool:
+        return self.verdict is not None
+
+    def __fspath__(self) -> str:
+        """Return the path of the newest complete step, for whatever takes a path.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+        """
+        if self.verdict is None:
+            raise CheckpointNotFoundError(self.problem or f"{self.run} has no complete step to resume from")
+        return self.verdict.path
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
@@ -96,6 +109,7 @@ def find_latest(
     Newest is what was saved last, by the markers of saves, or else has the highest number; see `VerifyOptions.by`.
     Every step is judged by what is in it. Of steps older than the answer the markers and the listings are read, and the
     metadata of a few where the answer has no optimizer. If no step can be resumed from, the newest complete one it is.
+    With `VerifyOptions.finite` a step with NaN or infinities is never the answer.
 
     Args:
         run_dir: local path or URL.
@@ -129,27 +143,31 @@ def find_latest(
         if verdict is None:  # deleted meanwhile
             continue
         verdict = _beside_older(verdict, storage, newest_first[position + 1 :], options)
-        if verdict.state is State.COMPLETE and (weights or verdict.resumable is not False):
+        if _is_good(verdict) and (weights or verdict.resumable is not False):
             answer = verdict
             break
         if verdict.state is State.UNREADABLE and not skip_unreadable:
             raise StorageError(f"{verdict.path} could not be read: {verdict.reason}", next_step=_UNREADABLE)
         skipped.append(verdict)
     if answer is None:
-        answer = next((verdict for verdict in skipped if verdict.state is State.COMPLETE), None)
+        answer = next(filter(_is_good, skipped), None)
         skipped = skipped[: skipped.index(answer)] if answer else skipped
     pointers = pointer_problems(names, read_pointers(run), answer.name if answer else None)
     order = _order_notes(run, answer, saves, options) if answer and not options.by else ()
     return Latest(run.path, answer, tuple(skipped), (*pointers, *run.notes), order=order)
 
 
+def _is_good(verdict: Verdict) -> bool:
+    """Tell whether a step is complete, with no value that is not finite if that was asked."""
+    return verdict.state is State.COMPLETE and not verdict.not_finite
+
+
 def _order_notes(run: Run, answer: Verdict, saves: Sequence[Save], options: VerifyOptions) -> tuple[Finding, ...]:
     """Return that a complete step was written long after the answer, though its number is lower, if one was."""
-    newest = next(save for save in saves if save.name == answer.name)
     for later in later_by_time(run, saves, answer.name, options.marker)[:MAX_SIBLINGS]:
-        verdict = judge_step(run, later.name, options._replace(level=Level.METADATA))
+        verdict = judge_step(run, later.name, options._replace(level=Level.METADATA, finite=False))
         if verdict and verdict.state is State.COMPLETE:
-            return (contradiction(later, newest),)
+            return (later.contradiction,)
     return ()
 
 

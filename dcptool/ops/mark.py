@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 from dcptool.checks.check import Level
 from dcptool.errors import ItemError, OutputExistsError, StorageError, UnsupportedError
-from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, SAVING, Marker, is_marker, sha256
+from dcptool.formats.digests import sha256
+from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, SAVING, Marker, is_marker
 from dcptool.formats.table import is_metadata, is_own_name
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
 from dcptool.runs.activity import list_files, remove_left_behind
 from dcptool.runs.directory import runs_at
+from dcptool.runs.order import next_number
 from dcptool.storage import Location, Progress, is_temporary, join, locate, walk
 
 
@@ -29,6 +31,7 @@ def mark_complete(
     path: str | os.PathLike[str],
     *,
     checksums: bool = False,
+    saved: bool = False,
     marker: str = NAME,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -38,6 +41,8 @@ def mark_complete(
     Args:
         path: folder of the checkpoint, or of several parts that belong together.
         checksums: check at level DEEP instead, and keep the SHA-256 of every file: reads all bytes twice.
+        saved: mark it as the job does that has just saved it: later steps of this run that have no marker are then
+            unmarked, and it counts as saved after all others of the run.
         marker: name of the marker's file; a plain name that hides no file of a checkpoint.
         threads: how many read at the same time, None for the number of processors.
         progress: told the number of bytes as they are read.
@@ -74,6 +79,8 @@ def mark_complete(
         how = "cannot be checked" if unknown else f"is {verdict.state.value}"
         raise ItemError(f"{verdict.path} {how}, not marked: {verdict.reason}", next_step=f"See all: {hint}")
     made = make_marker(location, verdict, marker, checksums)
+    if saved and made.writer != "save":
+        made = made._replace(writer="save", number=next_number(verdict.path, marker))
     if list_files(location) != before:
         message = f"{verdict.path} changed while it was read, not marked"
         raise StorageError(message, next_step="Somebody saves there: mark it when that is done.")

@@ -6,6 +6,7 @@ are only named here), `_tensor.py` (`_rebuild_from_type_v2`) and `serialization.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
@@ -170,3 +171,29 @@ def _ints(value: Any) -> Ints:
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
+
+
+def tensors_in(root: Any) -> Iterator[TensorView]:
+    """Yield every dense tensor in a graph of stand-ins, each node once; none that makes no sense."""
+    todo = [root]
+    seen: dict[int, Any] = {}  # holds what it knows by identity: that must live
+    while todo:
+        value = todo.pop()
+        if not isinstance(value, dict | list | tuple | set | frozenset | Node) or id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, dict):
+            todo += [*value, *value.values()]
+        elif not isinstance(value, Node):
+            todo += value
+        elif not is_tensor(value):
+            todo += [value.args, value.kwargs, value.state, value.items, value.appended, value.dropped, value.function]
+        elif view := _sensible(value):
+            yield view
+
+
+def _sensible(node: Node) -> TensorView | None:
+    try:
+        return tensor_view(node)
+    except DcptoolError:
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Mapping
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from dcptool.ops.inspect.inspect import Summary
@@ -35,6 +36,7 @@ def to_text(summary: Summary, width: int, by_file: bool = False, values: bool = 
         blocks.append(f"{shown(summary.path)} holds {count} checkpoints; name one to see its tensors and objects")
     elif not summary.steps and summary.checkpoints[0].path != summary.path:
         blocks.append(f"{shown(summary.path)} holds one checkpoint:")
+    blocks += ["\n".join(finding_lines(summary.notes, ""))] if not summary.steps else []
     in_full = count == 1 and not (by_file or values or summary.stats)
     reports = summary.stats or (None,) * len(summary.checkpoints)
     for checkpoint, report in zip(summary.checkpoints, reports, strict=True):
@@ -128,8 +130,10 @@ def _state_hint(checkpoint: CheckpointSummary, report: StatsReport | None) -> st
 
 def _problems_text(checkpoint: CheckpointSummary) -> str:
     lines = []
-    for problem in checkpoint.problems[:MAX_SHOWN_PROBLEMS]:
-        step = f"\n  {problem.next_step}" if problem.next_step else ""
+    problems = checkpoint.problems[:MAX_SHOWN_PROBLEMS]
+    for problem, following in zip_longest(problems, problems[1:]):
+        said_again = following is not None and following.next_step == problem.next_step
+        step = f"\n  {problem.next_step}" if problem.next_step and not said_again else ""
         lines.append(f"{problem.severity.value}: {indented(problem.message)}{step}")
     count = len(checkpoint.problems)
     return "\n".join(cut_lines(lines, MAX_SHOWN_PROBLEMS, count, "; --json lists all"))

@@ -35,7 +35,8 @@ def latest_lines(latest: Latest) -> list[str]:
     lines = []
     for verdict in latest.skipped:
         loud = "WARNING: " if verdict.state is State.UNMARKED else ""
-        lines.append(f"{loud}{shown(verdict.name)} is {verdict.state.value}: {shown(verdict.reason)}")
+        what = "not finite" if verdict.state is State.COMPLETE and verdict.not_finite else verdict.state.value
+        lines.append(f"{loud}{shown(verdict.name)} is {what}: {shown(verdict.reason)}")
         steps = [f.next_step for f in verdict.findings if f.next_step and f.message == verdict.reason]
         lines += [f"  {shown(step)}" for step in steps[:1] if verdict.state is State.UNMARKED]
     answer = latest.verdict.name if latest.verdict else ""
@@ -44,7 +45,8 @@ def latest_lines(latest: Latest) -> list[str]:
     for finding in latest.order:
         lines += [f"WARNING: {shown(finding.message)}", f"  {finding.next_step}"]
     if latest.path is None:
-        lines.append(
-            f"{shown(latest.run)} has no complete step to resume from; see: dcptool verify {shown(latest.run)}"
-        )
+        some = any(verdict.not_finite for verdict in latest.skipped)
+        which, option = ("complete, finite", "--finite ") if some else ("complete", "")
+        run = shown(latest.run)
+        lines.append(f"{run} has no {which} step to resume from; see: dcptool verify {option}{run}")
     return lines

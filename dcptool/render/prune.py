@@ -22,7 +22,7 @@ _CHECKED = {
 }
 
 
-def plan_text(plan: PrunePlan, proof: Level) -> str:
+def plan_text(plan: PrunePlan, proof: Level, finite: bool = False) -> str:
     """Return the plan of `prune` as a table, with what is checked before anything is deleted."""
     rows = [
         [shown(d.name), "keep" if d.keep else "DELETE", d.state.value, nbytes(d.nbytes), shown(d.reason)]
@@ -31,7 +31,8 @@ def plan_text(plan: PrunePlan, proof: Level) -> str:
     shown_plan = table(["step", "plan", "state", "bytes", "reason"], rows, right=(3,))
     blocks = [shown_plan, *(["\n".join(finding_lines(plan.notes, ""))] if plan.notes else [])]
     if plan.removed and plan.newest:
-        blocks.append(f"checked before anything is deleted: {_CHECKED[proof]} of {shown(plan.newest)}")
+        values = ", and that all values are finite" if finite else ""
+        blocks.append(f"checked before anything is deleted: {_CHECKED[proof]} of {shown(plan.newest)}{values}")
     return "\n\n".join(blocks)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checks.check import Level
+from dcptool.checks.side_files import SideFiles
 from dcptool.formats.marker import Marker
-from dcptool.ops.verify.verdict import State, Verdict
+from dcptool.ops.verify.verdict import ManifestReport, State, Verdict
 from dcptool.ops.verify.verify import VerifyReport
 from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.text import table
@@ -26,7 +27,7 @@ _ALSO = {
 def verify_text(report: VerifyReport, width: int) -> str:
     """Return the report on a checkpoint, or a table of steps and what is wrong with which."""
     if not report.is_run:
-        return "\n\n".join(_verdict_text(verdict) for verdict in report.verdicts)
+        return "\n\n".join(_verdict_text(verdict, report.finite) for verdict in report.verdicts)
     rows = [
         [
             shown(verdict.name),
@@ -35,17 +36,27 @@ def verify_text(report: VerifyReport, width: int) -> str:
             f"{verdict.n_files:,}",
             nbytes(verdict.nbytes),
             age(verdict.written),
+            *([_finite_words(verdict)] if report.finite else []),
         ]
         for verdict in report.verdicts
     ]
     used = sum(max(map(len, column)) + 2 for column in zip(*rows, strict=True)) + 4
     rows = [[*row, _worst(verdict, max(width - used, 40))] for row, verdict in zip(rows, report.verdicts, strict=True)]
-    headers = ["step", "state", "marker", "files", "bytes", "age", "worst finding"]
+    headers = [
+        "step",
+        "state",
+        "marker",
+        "files",
+        "bytes",
+        "age",
+        *(["finite"] if report.finite else []),
+        "worst finding",
+    ]
     n_unread = sum(verdict.tally.n_unread for verdict in report.verdicts)
     unread = f"; {plural(n_unread, 'item')} could not be read" if n_unread else ""
     blocks = [
         f"{shown(report.path)} is a run directory with {plural(len(rows), 'step')}; checked: "
-        f"{_ALSO[report.verdicts[0].level]}{unread}",
+        f"{_ALSO[report.verdicts[0].level]}{', every value of tensors' if report.finite else ''}{unread}",
         table(headers, rows, right=(3, 4, 5)),
     ]
     for verdict in report.verdicts:
@@ -58,20 +69,28 @@ def verify_text(report: VerifyReport, width: int) -> str:
 
 
 def _newest(report: VerifyReport) -> str:
-    complete = [verdict for verdict in report.verdicts if verdict.state is State.COMPLETE]
+    complete = [verdict for verdict in report.verdicts if verdict.state is State.COMPLETE and not verdict.not_finite]
     resumable = [verdict for verdict in complete if verdict.resumable is not False]
+    word = "complete, finite" if report.finite else "complete"
     if not complete:
-        return "no step is complete: nothing to resume from"
+        some = any(verdict.not_finite for verdict in report.verdicts)
+        return f"no step is complete{' and finite' if some else ''}: nothing to resume from"
     if complete[-1:] == resumable[-1:]:
-        return f"newest complete step: {shown(complete[-1].path)}"
+        return f"newest {word} step: {shown(complete[-1].path)}"
     newest = shown(complete[-1].path)
     if not resumable:
-        return f"newest complete step: {newest}; none has all that a resume needs"
-    found = f"newest complete step to resume from: {shown(resumable[-1].path)}"
+        return f"newest {word} step: {newest}; none has all that a resume needs"
+    found = f"newest {word} step to resume from: {shown(resumable[-1].path)}"
     return f"{found}; {newest} is newer, and lacks what that needs"
 
 
-def _verdict_text(verdict: Verdict) -> str:
+def _finite_words(verdict: Verdict) -> str:
+    if verdict.not_finite:
+        return plural(len(verdict.not_finite), "tensor")
+    return "–" if verdict.finite is None else "yes"
+
+
+def _verdict_text(verdict: Verdict, finite: bool) -> str:
     facts = [["state", verdict.state.value]]
     if verdict.resume.framework:
         facts.append(["saved by", verdict.resume.framework])
@@ -84,12 +103,38 @@ def _verdict_text(verdict: Verdict) -> str:
         facts.append(["beside", _beside(verdict)])
     facts.append(["marker", _marker_text(verdict.marker)])
     facts.append(["checked", _checked(verdict)])
+    if finite:
+        facts.append(["finite", _finite_text(verdict)])
     label = max(len(name) for name, _ in facts) + 2
     lines = [shown(verdict.path), *(f"  {name:<{label}}{value}" for name, value in facts)]
     return "\n".join([*lines, *([""] if verdict.findings else []), *finding_lines(verdict.findings, "")])
 
 
+def _finite_text(verdict: Verdict) -> str:
+    if verdict.not_finite:
+        return f"no: {listed([shown(name) for name in verdict.not_finite], 3)}"
+    return "not known" if verdict.finite is None else "yes"
+
+
 def _checked(verdict: Verdict) -> str:
+    """Say what was checked; how many files were compared with which manifest, or would be at the level that does."""
+    checked = _by_level(verdict)
+    if not verdict.manifests:
+        return checked
+    if verdict.level < Level.DEEP:
+        of = [f"{plural(one.n_files, 'file')} with {shown(one.name)}" for one in verdict.manifests]
+        return (
+            f"{checked}{' and' if checked.endswith('--deep reads every byte') else '; --deep'} compares {listed(of, 2)}"
+        )
+    return f"{checked}; {listed([_compared(one) for one in verdict.manifests], 2)}"
+
+
+def _compared(manifest: ManifestReport) -> str:
+    of = f" of {manifest.n_files:,}" if manifest.n_compared < manifest.n_files else ""
+    return f"{plural(manifest.n_compared, 'file')}{of} by {shown(manifest.name)}"
+
+
+def _by_level(verdict: Verdict) -> str:
     tally = verdict.tally
     if verdict.level is Level.METADATA:
         return _ALSO[verdict.level]
@@ -108,8 +153,13 @@ def _checked(verdict: Verdict) -> str:
 
 def _beside(verdict: Verdict) -> str:
     side = verdict.side_files
-    unproven = f"; {side.n_unproven:,} ({nbytes(side.unproven_nbytes)}) without checksums" if side.n_unproven else ""
-    return shown(listed(side.names, 3)) + unproven
+    return shown(listed(side.names, 3)) + (f"; {uncheckable(side)}" if side.n_unproven else "")
+
+
+def uncheckable(side: SideFiles) -> str:
+    """Say how many files beside a checkpoint nothing tells anything of: `3 files, 2 kB, hold nothing …`."""
+    verb = "holds" if side.n_unproven == 1 else "hold"
+    return f"{plural(side.n_unproven, 'file')}, {nbytes(side.unproven_nbytes)}, {verb} nothing that can be checked"
 
 
 def _marker_word(marker: Marker | None) -> str:
@@ -166,7 +216,9 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
             "n_unproven": verdict.side_files.n_unproven,
             "unproven_nbytes": verdict.side_files.unproven_nbytes,
         },
-        **fields_of(verdict, "n_files", "nbytes", "written"),
+        "manifests": [manifest._asdict() for manifest in verdict.manifests],
+        **fields_of(verdict, "n_files", "nbytes", "written", "finite"),
+        "not_finite": list(verdict.not_finite),
         "checked": verdict.tally._asdict(),
         "findings": [finding_json(finding) for finding in verdict.findings],
     }

@@ -23,6 +23,7 @@ _NOT_YET = {
     "rank-metadata-missing": "metadata of some ranks not yet there",
     "missing-side-file": "files beside the checkpoint not yet there",
     "cut-side-file": "files beside the checkpoint not yet whole",
+    "bad-manifest": "a manifest not yet whole",
 }
 """What a save in its middle lacks, by the kind of finding that tells it, the earliest first."""
 
@@ -85,7 +86,7 @@ def sign_of_writing(
         before: its files when the look at it began.
         parts: places of the checkpoints in it.
         problems: what was found.
-        age_limit: seconds in which a file makes an unfinished save one that is going on; None if none does.
+        age_limit: seconds in which a file makes an unfinished save one that is going on; None or 0 if none does.
     """
     negative = negative_sign(location, before, parts)
     if negative:
@@ -96,7 +97,7 @@ def sign_of_writing(
         return Finding.of("being-written", f"{changed} changed while it was looked at", changed)
     written = last_written(location, after)
     unfinished = {problem.kind for problem in problems if problem.traits.unfinished}
-    if age_limit is None or written is None or not unfinished:
+    if not age_limit or written is None or not unfinished:
         return None
     age = time.time() - written
     if age >= age_limit:

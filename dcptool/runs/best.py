@@ -25,10 +25,12 @@ class Best(NamedTuple):
     Attributes:
         named: name of a step of the run → what says that it is the best.
         problems: records that cannot be read; they may name any step.
+        n_read: how many could be, and say which step is the best, or that none is yet.
     """
 
     named: Mapping[str, str]
     problems: tuple[Finding, ...]
+    n_read: int = 0
 
 
 def best_steps(run: Run) -> Best:
@@ -44,22 +46,24 @@ def best_steps(run: Run) -> Best:
         if is_best(link) and target in run.steps
     }
     problems: list[Finding] = []
+    n_read = 0
     for step in reversed(run.steps):
-        paths, wrong = _recorded(storage, step)
+        paths, wrong, n_here = _recorded(storage, step)
         problems += wrong
+        n_read += n_here
         if paths:
             named = {**{best: f"the best by {record}" for best, record in _in_run(paths, run).items()}, **named}
             break
-    return Best(named, tuple(problems))
+    return Best(named, tuple(problems), n_read)
 
 
-def _recorded(storage: Storage, step: str) -> tuple[dict[str, str], list[Finding]]:
-    """Return the paths that a step's files name, with the file each, and what is wrong with a file."""
+def _recorded(storage: Storage, step: str) -> tuple[dict[str, str], list[Finding], int]:
+    """Return the paths that a step's files name, with the file each; what is wrong with files; how many were read."""
     records = {profile.best for profile in PROFILES if profile.best}
     try:
         sizes = {base_name(entry.name): entry.nbytes for entry in storage.entries(step) if not entry.is_dir}
     except DcptoolError:  # gone, or what judging it says
-        return {}, []
+        return {}, [], 0
     found: dict[str, str] = {}
     problems = []
     for record in sorted(record for record in records if record.file in sizes):
@@ -70,7 +74,8 @@ def _recorded(storage: Storage, step: str) -> tuple[dict[str, str], list[Finding
             problems.append(Finding.of("unreadable-best", message, f"{step}/{record.file}"))
         else:
             found.update(dict.fromkeys(paths, f"{step}/{record.file}"))
-    return found, problems
+    n_there = sum(record.file in sizes for record in records)
+    return found, problems, n_there - len(problems)
 
 
 def _paths(storage: Storage, step: str, record: Value, nbytes: int) -> list[str]:

@@ -6,17 +6,21 @@ them the step's own number decides, for copying a run changes all times.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.steps import in_step_order
 from dcptool.copying.pool import Pool
 from dcptool.errors import DcptoolError
-from dcptool.formats.marker import NAME, is_of_save, marked_as, read_marker
+from dcptool.formats.marker import NAME, Marker, is_of_save, marked_as, read_marker
+from dcptool.formats.table import is_metadata, is_own_name
 from dcptool.runs.counters import order_of_counted
 from dcptool.runs.directory import Run
-from dcptool.storage import DirEntry, Storage, is_url, locate
-from dcptool.words import span
+from dcptool.storage import DirEntry, Storage, is_url, locate, parent
+from dcptool.words import listed, span
 
 BY = ("number", "time")
 """What can be asked for instead of the order that markers and names tell."""
@@ -34,12 +38,14 @@ class Save(NamedTuple):
         number: of the save in its run, from 1 on; 0 where no marker of a save tells.
         written: when a name in its folder last came or went, or, where order by time was asked for or a marker was
             added later, its newest file was written; in seconds since the epoch, None if unknown.
+        resumed_from: the step that the job which saved it had gone on from, None where no marker of a save tells.
         of_save: whether a marker shows that saves of this run write markers; None where only another software's may.
     """
 
     name: str
     number: int
     written: float | None
+    resumed_from: int | None = None
     of_save: bool | None = None
 
 
@@ -68,6 +74,19 @@ def in_order(run: Run, marker: str = NAME, by: str | None = None, storage: Stora
     return tuple(saves)
 
 
+def next_number(step: str, marker: str = NAME) -> int:
+    """Return a number for the save of a step, higher than those of all others in its run.
+
+    Args:
+        step: path or URL of the step's folder.
+        marker: name of the markers' files.
+    """
+    storage = locate(parent(step) if is_url(step) else os.path.dirname(os.path.abspath(step))).storage
+    folders = [entry.name for entry in storage.entries() if entry.is_dir and not entry.is_link]
+    found = (marked_as(storage.below(name), marker) for name in in_step_order(folders))
+    return 1 + max((one.number for one in found if one and one.number), default=0)
+
+
 def _by_number_of_save(saves: Sequence[Save]) -> list[Save]:
     """Return steps in the order of their saves; one without a number comes after the one whose step is next below it.
 
@@ -87,7 +106,7 @@ def _save(storage: Storage, name: str, marker: str, exact: bool) -> Save:
         return _save_in_store(folder, name, marker)
     found = marked_as(folder, marker)
     written = _newest_file(folder, marker) if exact or (found and found.writer != "save") else touched
-    return Save(name, (found and found.number) or 0, written, is_of_save(found) if found else None)
+    return _as_marked(name, found, written, is_of_save(found) if found else None)
 
 
 def _save_in_store(folder: Storage, name: str, marker: str) -> Save:
@@ -97,7 +116,13 @@ def _save_in_store(folder: Storage, name: str, marker: str) -> Save:
     except DcptoolError:
         return Save(name, 0, None)
     found, _ = read_marker(folder, {entry.name: entry.nbytes for entry in entries if not entry.is_dir}, marker)
-    return Save(name, (found and found.number) or 0, _newest_of(entries, marker), is_of_save(found))
+    return _as_marked(name, found, _newest_of(entries, marker), is_of_save(found))
+
+
+def _as_marked(name: str, marker: Marker | None, written: float | None, of_save: bool | None) -> Save:
+    if marker is None:
+        return Save(name, 0, written, of_save=of_save)
+    return Save(name, marker.number or 0, written, marker.resumed_from, of_save)
 
 
 def _newest_file(folder: Storage, marker: str) -> float | None:
@@ -109,12 +134,31 @@ def _newest_file(folder: Storage, marker: str) -> float | None:
 
 
 def _newest_of(entries: Iterable[DirEntry], marker: str) -> float | None:
-    """Return when the newest file of a listing was written; a marker may have been written by hand, later."""
-    times = [e.mtime for e in entries if e.mtime is not None and e.name not in (marker, NAME) and not e.is_link]
-    return max(times, default=None)
+    """Return when the newest file of a listing was written; a marker may have been written by hand, later.
+
+    Of the checkpoint's own files, if there are any: results of an evaluation are put beside them long after a save.
+    """
+    files = [e for e in entries if e.mtime is not None and e.name not in (marker, NAME) and not e.is_link]
+    own = [e for e in files if is_own_name(e.name) or is_metadata(e.name)]
+    return max((e.mtime for e in own or files if e.mtime is not None), default=None)
 
 
-def later_by_time(run: Run, saves: Sequence[Save], newest: str, marker: str = NAME) -> list[Save]:
+class Later(NamedTuple):
+    """A step that stands before the newest, and was written so many seconds after it by what times say."""
+
+    name: str
+    newest: str
+    seconds: float
+
+    @property
+    def contradiction(self) -> Finding:
+        """The finding that says so."""
+        message = f"{self.name} was written {span(self.seconds)} after {self.newest}, which has the higher number"
+        step = "If the job went back to it: --by time; if files were copied since: --by number."
+        return Finding.of("order-unclear", message, self.name, next_step=step)
+
+
+def later_by_time(run: Run, saves: Sequence[Save], newest: str, marker: str = NAME) -> list[Later]:
     """Return steps that stand before the newest, and were written after it by what times say, the last one first.
 
     Args:
@@ -124,23 +168,42 @@ def later_by_time(run: Run, saves: Sequence[Save], newest: str, marker: str = NA
         marker: name of the markers' files.
     """
     at = next(index for index, save in enumerate(saves) if save.name == newest)
-    last = saves[at].written
+    storage = locate(run.path).storage
+    # A copy of the run, or a file added to this step, makes its folder younger than the save.
+    last = _newest_file(storage.below(newest), marker) or saves[at].written
     if last is None:
         return []
     before = [save for save in saves[:at] if not (save.number and saves[at].number)]
-    candidates = [save for save in before if (save.written or 0.0) > last + APART_SECONDS]
-    if not candidates:
+    candidates = [save.name for save in before if (save.written or 0.0) > last + APART_SECONDS]
+    apart = {name: (_newest_file(storage.below(name), marker) or 0.0) - last for name in candidates}
+    later = [Later(name, newest, seconds) for name, seconds in apart.items() if seconds > APART_SECONDS]
+    return sorted(later, key=lambda found: found.seconds, reverse=True)
+
+
+def left_branch(run: Run, saves: Sequence[Save]) -> list[str]:
+    """Return the steps that were saved before the job went back to an older one, and lie beyond that.
+
+    Args:
+        run: the run directory.
+        saves: its steps in their order, as `in_order` returns them.
+    """
+    left: list[str] = []
+    bound: float = math.inf
+    back_to: int | None = None
+    for save in reversed([save for save in saves if save.number]):
+        step = run.number(save.name) or 0
+        if step >= bound or (back_to is not None and step > back_to and save.resumed_from != back_to):
+            left.append(save.name)
+        else:
+            bound, back_to = step, save.resumed_from if save.resumed_from is not None else back_to
+    return left[::-1]
+
+
+def branch_note(run: Run, saves: Sequence[Save]) -> list[Finding]:
+    """Return the note that some steps are of a branch which the job has left, none if there are none."""
+    left = left_branch(run, saves)
+    if not left:
         return []
-    storage = locate(run.path).storage
-    last = _newest_file(storage.below(newest), marker) or last
-    exact = [save._replace(written=_newest_file(storage.below(save.name), marker)) for save in candidates]
-    later = [save for save in exact if (save.written or 0.0) > last + APART_SECONDS]
-    return sorted(later, key=lambda save: save.written or 0.0, reverse=True)
-
-
-def contradiction(later: Save, newest: Save) -> Finding:
-    """Return the finding that a step was written after the newest by number."""
-    apart = span((later.written or 0.0) - (newest.written or 0.0))
-    message = f"{later.name} was written {apart} after {newest.name}, which has the higher number"
-    step = "If the job went back to it: --by time; if files were copied since: --by number."
-    return Finding.of("order-unclear", message, later.name, next_step=step)
+    which = f"{listed(left, 3)} {'is' if len(left) == 1 else 'are'}"
+    message = f"{which} of a branch that was left: the job went back to an older step and saved others since"
+    return [Finding.of("other-branch", message, left[0])]

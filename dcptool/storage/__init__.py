@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcptool.errors import CheckpointNotFoundError, UnsupportedError
@@ -45,6 +45,7 @@ __all__ = [
     "is_url",
     "join",
     "locate",
+    "parent",
     "storage_at",
     "walk",
     "write_pieces",
@@ -65,12 +66,17 @@ class Location(NamedTuple):
         return join(self.storage.root, self.file or "")
 
 
-def locate(path: str | os.PathLike[str], also: Sequence[str | os.PathLike[str]] = ()) -> Location:
+def locate(
+    path: str | os.PathLike[str],
+    also: Sequence[str | os.PathLike[str]] = (),
+    storage_options: Mapping[str, Any] | None = None,
+) -> Location:
     """Find what a user's path points at.
 
     Args:
         path: a local path or any fsspec URL; `file://` URLs are local paths.
         also: further folders whose files are taken as lying in the first, as node-local halves of one save.
+        storage_options: what the fsspec file system of a URL takes, such as `anon` or `endpoint_url`.
 
     Returns:
         For a folder its storage; for a file the storage of its parent folder and the file's name.
@@ -81,7 +87,7 @@ def locate(path: str | os.PathLike[str], also: Sequence[str | os.PathLike[str]] 
         UnsupportedError: no library for that kind of URL is installed.
     """
     if also:
-        locations = [locate(path), *map(locate, also)]
+        locations = [locate(folder, (), storage_options) for folder in (path, *also)]
         file = next((location.path for location in locations if location.file is not None), None)
         if file is not None:
             raise CheckpointNotFoundError(f"{file} is a file; folders are read together, not files")
@@ -92,7 +98,7 @@ def locate(path: str | os.PathLike[str], also: Sequence[str | os.PathLike[str]] 
     if text.startswith("file://") and "::" not in text:
         text = text.removeprefix("file://")
     if is_url(text):
-        return _locate_url(text)
+        return _locate_url(text, storage_options)
     if "\0" in text:
         raise CheckpointNotFoundError(f"{text!r} cannot be a path: it has a NUL character")
     if text.startswith("~") and not os.path.exists(text):
@@ -123,12 +129,12 @@ def storage_at(url: str) -> FsspecStorage:
     return FsspecStorage(filesystem, url.rstrip("/"), path)
 
 
-def _filesystem(url: str) -> tuple[Any, str]:
+def _filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     try:
         with translated(url):
-            filesystem, path = url_to_fs(url)
+            filesystem, path = url_to_fs(url, **(options or {}))
             filesystem.invalidate_cache()
     except (ImportError, ValueError) as error:
         extra = _URL_EXTRAS.get(url.split(":", 1)[0])
@@ -138,8 +144,8 @@ def _filesystem(url: str) -> tuple[Any, str]:
 
 
 @patiently
-def _locate_url(url: str) -> Location:
-    filesystem, path = _filesystem(url)
+def _locate_url(url: str, options: Mapping[str, Any] | None) -> Location:
+    filesystem, path = _filesystem(url, options)
     try:
         with translated(url):
             found = filesystem.info(path)

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections import deque
 
-from dcptool.storage.base import DirEntry, Sink, Storage
+from dcptool.storage.base import Storage
+from dcptool.storage.through import Through
 
 _KEPT = 3
 """Reads that are kept: a piece loaded on purpose, and an item's head and tail."""
 _SMALL_NBYTES = 64 << 10
 
 
-class Window:
+class Window(Through):
     """A storage that serves reads from the last pieces of a file that were read; for one thread."""
 
     def __init__(self, storage: Storage) -> None:
-        self.root = storage.root
-        self.piece_nbytes = storage.piece_nbytes
-        self._storage = storage
+        super().__init__(storage)
         self._pieces: deque[tuple[str, int, int, memoryview]] = deque(maxlen=_KEPT)
 
     def load(self, file: str, start: int, end: int) -> None:
         """Read a piece of a file, to serve what is read of it next."""
         buffer = memoryview(bytearray(end - start))
         self._storage.read_into(file, start, buffer)
-        self._pieces.append((file, start, end, buffer))
+        self.keep(file, start, buffer)
+
+    def keep(self, file: str, start: int, data: memoryview) -> None:
+        """Serve what is read next at an offset of a file from these bytes."""
+        self._pieces.append((file, start, start + len(data), data))
 
     def read_into(self, name: str, byte_offset: int, out: memoryview) -> None:
         end = byte_offset + len(out)
@@ -43,39 +46,3 @@ class Window:
         if nbytes <= _SMALL_NBYTES:
             self._pieces.append((name, byte_offset, end, memoryview(data)))
         return data
-
-    def entry(self, name: str) -> DirEntry | None:
-        return self._storage.entry(name)
-
-    def size(self, name: str) -> int | None:
-        return self._storage.size(name)
-
-    def entries(self, folder: str = "") -> list[DirEntry]:
-        return self._storage.entries(folder)
-
-    def links(self) -> dict[str, str]:
-        return self._storage.links()
-
-    def target(self, name: str) -> str:
-        return self._storage.target(name)
-
-    def written(self) -> float | None:
-        return self._storage.written()
-
-    def below(self, folder: str) -> Storage:
-        return self._storage.below(folder)
-
-    def write(self, name: str, data: bytes) -> None:
-        self._storage.write(name, data)
-
-    def create(self, name: str) -> Sink:
-        return self._storage.create(name)
-
-    def delete(self, name: str) -> None:
-        self._storage.delete(name)
-
-    def delete_folder(self, name: str) -> None:
-        self._storage.delete_folder(name)
-
-    def close(self) -> None:
-        self._storage.close()

@@ -21,7 +21,7 @@ from dcptool.errors import TrainingError
 from dcptool.storage import is_url, join
 from dcptool.training.lease import RunLease
 from dcptool.training.ranks import Ranks
-from dcptool.training.restoring import Restored, load_model_only, restore_newest
+from dcptool.training.restoring import Restored, load_model_only, restore_chosen, restore_newest, step_path
 from dcptool.training.saving import Times, clear_unfinished, make_room, mark_saved, step_name, tidy
 from dcptool.training.staging import Stager
 from dcptool.training.state import TrainState, digests_of
@@ -164,20 +164,30 @@ class CheckpointManager:
         self._require_open()
         self._ranks.agree("the last save failed", self._finish_upload)
 
-    def restore(self, state: TrainState, *, strict: bool = True) -> Restored | None:
+    def restore(
+        self,
+        state: TrainState,
+        *,
+        strict: bool = True,
+        step: int | None = None,
+        path: str | os.PathLike[str] | None = None,
+    ) -> Restored | None:
         """Load the newest complete checkpoint in place, whatever the number of ranks that saved it.
 
         Names, kinds, shapes and dtypes are compared first. A checkpoint that does not fit, or turns out to be damaged
         while it is loaded, is passed over for the next older one: logged, and in `Restored.skipped`. Until one
-        is loaded the optimizer is what it was.
+        is loaded the optimizer is what it was. One that is named, to go back on purpose, is loaded or refused, and what
+        is saved from then on is newer than every step there is.
 
         Args:
             state: what to load into.
             strict: without it, entries that are only here or only there are left alone, and dtypes are cast; a
                 checkpoint that has no entry of the model is still refused.
+            step: number of the step to load, of this run.
+            path: path or URL of the checkpoint to load, of any run.
 
         Returns:
-            What was restored; None only if no checkpoint was ever completed here.
+            What was restored; None only if none was named and no checkpoint was ever completed here.
 
         Raises:
             TrainingError: there are checkpoints, and none could be restored, or the newest could not be read (no
@@ -185,8 +195,20 @@ class CheckpointManager:
         """
         self.wait()
         self._ranks.agree("nothing was restored", lambda: _require_state(state))
-        restored = restore_newest(self.root, state, self._ranks, strict)
-        self._resumed_from = restored.step if restored else None
+        if step is not None and path is not None:
+            raise ValueError("name a step of this run or a path, not both")
+        restored: Restored | None
+        if step is None and path is None:
+            restored = restore_newest(self.root, state, self._ranks, strict)
+        else:
+            asked = f"step {step} was not restored" if path is None else f"{os.fspath(path)} was not restored"
+            number = step or 0
+            chosen = self._ranks.on_first(
+                asked, lambda: os.fspath(path) if path is not None else step_path(self.root, number)
+            )
+            restored = restore_chosen(chosen, state, self._ranks, strict)
+        is_here = restored is not None and restored.path.rpartition("/")[0].rstrip("/") == self.root.rstrip("/")
+        self._resumed_from = restored.step if restored and is_here else None
         return restored
 
     def warm_start(self, state: TrainState, path: str | os.PathLike[str]) -> str:
@@ -249,11 +271,11 @@ class CheckpointManager:
             self._lease.hold(lambda: clear_unfinished(self.root))
             if self._left_over:
                 clear_unfinished(self.root)
+            self._left_over = True  # until it is marked
             make_room(self.root, step, self._lease.id)
             return self._lease.id
 
         self._lease.join(self._ranks.on_first(f"{path} was not saved", prepare))
-        self._left_over = True  # until it is marked
         return path
 
     def _state_of(self, state: TrainState, path: str) -> dict[str, Any]:

@@ -1,75 +1,95 @@
 """A storage reader for `dcp.load` that executes no pickle of the metadata and checks every CRC32 while it loads.
 
-Knows torch's protocol of a load: plans, read items, targets. How items are stored the open checkpoint knows.
+Knows torch's protocol of a load; how items are brought to the planner `reading` knows.
 
-Source: torch 2.13, distributed/checkpoint/storage.py (StorageReader), filesystem.py (FileSystemReader).
+Source: torch 2.13, distributed/checkpoint/storage.py (StorageReader), filesystem.py (FileSystemReader),
+_fsspec_filesystem.py, state_dict_loader.py (`read_metadata(rank=…)`).
 """
 
 from __future__ import annotations
 
-import io
+import logging
 import os
-from collections.abc import Callable, Iterable
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch.distributed.checkpoint import Metadata, StorageReader
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint import FileSystemReader, Metadata, StorageReader
+from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.entries import Entry, TensorEntry
-from dcptool.checkpoint.extents import Chunk, Extent, Ints, Payload, Record, place_words
-from dcptool.checkpoint.fill import RecordCheck, fill
-from dcptool.checkpoint.regions import is_contiguous, volume
-from dcptool.copying.pool import MAX_THREADS, Pool
-from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
-from dcptool.formats.dcp.items import undo_transforms
-from dcptool.formats.detect import open_checkpoint
-from dcptool.storage import join
-from dcptool.storage.window import Window
+from dcptool.copying.pool import MAX_THREADS
+from dcptool.errors import CheckpointNotFoundError, LayoutError, MetadataError, StorageError
+from dcptool.formats.dcp.format import DCP, metadata_names, metadata_rank, rank_metadata, rank_name
+from dcptool.formats.detect import open_at, open_part
+from dcptool.ops.latest import find_latest
+from dcptool.runs.directory import runs_at
+from dcptool.storage import Location, is_url, locate
+from dcptool.training.as_metadata import ItemPlace, as_metadata
+from dcptool.training.reading import Delivery, group
+from dcptool.words import listed
 
-_PIECE_NBYTES = 1 << 20
-_SMALL_NBYTES = 1 << 20
-"""An item up to this length is read at once, its headers and its bytes together."""
-_MAX_OBJECT_NBYTES = 1 << 30
-"""Most bytes of a compressed object once it is not."""
-
-_Place = tuple[str, Ints | None]
-"""Where a read item finds its stored item: fqn, and the chunk's offsets; None for an object."""
+logger = logging.getLogger("dcptool.training")
+_MEANWHILE = "A save finished, or was replaced, while they looked: name one step, and load again."
 
 
 class Reader(StorageReader):  # type: ignore[misc]
-    """Reads a checkpoint for `torch.distributed.checkpoint.load`.
+    """Reads a checkpoint for `torch.distributed.checkpoint.load`, in place of any of torch's readers.
 
-    The values are those `FileSystemReader` gives. Besides, `.metadata` is read without executing a pickle, rank-local
-    metadata too; the CRC32 of every record of which anything is loaded is checked, and a read that leaves the
-    checkpoint's folder is refused. Objects are unpickled by torch's planner, as always.
+    The values are those that torch's `FileSystemReader`, `FsspecReader` and `HuggingFaceStorageReader` give. Besides,
+    `.metadata` is read without executing a pickle; the CRC32 of every record of which anything is loaded is checked,
+    and a read that leaves the checkpoint's folder is refused. Objects are unpickled by torch's planner, as always.
+
+    The metadata is read anew for every load. Of a save with `use_collectives=False` each rank gets its own values.
 
     Args:
-        path: local path or fsspec URL of the checkpoint, or an open one.
+        path: local path or fsspec URL of a checkpoint of any format, or of a run directory, which stands for its
+            newest complete step; or an open checkpoint, which is refused once it was written to.
+        registry: torch's extensions, for stream transforms other than zstd; torch names it `_extension_registry`.
         threads: how many items are read at the same time; None for this rank's share of the processors.
+        trust: let torch decode items that dcptool does not look into, such as quantised tensors and those of
+            subclasses, as torch's readers do (`torch.load` with `weights_only`).
+        storage_options: what the fsspec file system of a URL takes, such as `anon` or `endpoint_url`.
+        run: whether a run directory stands for its newest complete step; else it is refused.
+
+    Attributes:
+        load_id: torch's identifier of the load, new after each `reset`.
+        storage_data: where each item of the checkpoint is, as the metadata of this load says.
+        rank: of this process, where each has metadata of its own; `use_collectives` is False then.
 
     Example:
         >>> dcp.load(state_dict, storage_reader=Reader("ckpt/step_500"))
     """
 
-    def __init__(self, path: str | os.PathLike[str] | Checkpoint, *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Checkpoint,
+        _extension_registry: ExtensionRegistry | None = None,
+        *,
+        threads: int | None = None,
+        trust: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        run: bool = True,
+    ) -> None:
         super().__init__()
-        self._checkpoint = path if isinstance(path, Checkpoint) else None
+        self._given = path if isinstance(path, Checkpoint) else None
+        self._checkpoint = self._given
         self._path = path.path if isinstance(path, Checkpoint) else os.fspath(path)
+        self._registry, self._trust, self._run = _extension_registry, trust, run
+        self._storage_options = storage_options
         self._threads = threads or min(MAX_THREADS, max(1, (os.cpu_count() or 1) // _local_ranks()))
-        self._chunks: dict[_Place, int] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self.load_id = str(uuid.uuid4())
+        self.storage_data: Mapping[MetadataIndex, Any] = {}
+        self.rank: int | None = None
+        self.use_collectives = True
 
     @property
     def checkpoint_id(self) -> str:
@@ -77,230 +97,167 @@ class Reader(StorageReader):  # type: ignore[misc]
         return self._path
 
     @property
+    def path(self) -> str:
+        """The same, under the name that torch's readers have for it."""
+        return self._path
+
+    @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint, opened when it is first needed.
+        """The checkpoint that was read last, opened if none was.
 
         Raises:
             DcptoolError: it cannot be opened.
         """
         if self._checkpoint is None:
-            self._checkpoint = open_checkpoint(self._path)
+            self._checkpoint = self._open()
         return self._checkpoint
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Forget what was read; read from another place next, if one is given."""
-        if checkpoint_id is not None:
-            self._path, self._checkpoint = os.fspath(checkpoint_id), None
-        self._chunks = {}
+        if checkpoint_id:
+            self._path, self._given = os.fspath(checkpoint_id), None
+        self._checkpoint = self._given
+        self._begin()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this could be the place of a checkpoint: any path, any URL."""
-        return bool(os.fspath(checkpoint_id))
+        """Tell whether a checkpoint could be there: a path below a folder that exists, a URL of a known protocol."""
+        text = os.fspath(checkpoint_id)
+        if isinstance(checkpoint_id, Path) or not is_url(text):
+            return os.path.exists(text) or bool(FileSystemReader.validate_checkpoint_id(checkpoint_id))
+        from fsspec.core import url_to_fs
 
-    def read_metadata(self) -> Metadata:
-        """Return torch's metadata, made from what dcptool reads without executing it."""
-        entries = self.checkpoint.entries
-        places = {}
-        for fqn, entry in entries.items():
-            offsets = entry.chunks.boxes() if isinstance(entry, TensorEntry) else [(None, None)]
-            places.update({_index(fqn, start): (fqn, start) for start, _ in offsets})
-        return Metadata(
-            {fqn: _storage_metadata(entry) for fqn, entry in entries.items()},
-            {fqn: entry.path for fqn, entry in entries.items() if entry.path is not None} or None,
-            places,
-            StorageMeta(checkpoint_id=self._path, save_id=self.checkpoint.save_id),
-        )
+        try:
+            url_to_fs(text)
+        except (ImportError, ValueError):
+            return False
+        return True
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Find the chunks of the checkpoint by their offsets; of several at one place one that is not empty."""
-        self._chunks = {}
-        for fqn, entry in self.checkpoint.tensors.items():
-            for index, (offsets, sizes) in enumerate(entry.chunks.boxes()):
-                if volume(sizes) or (fqn, offsets) not in self._chunks:
-                    self._chunks[fqn, offsets] = index
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return torch's metadata, made from what dcptool reads, just now, without executing it.
+
+        Args:
+            args: ignored, as torch's readers do.
+            kwargs: `rank`: whose metadata, where each rank has its own.
+
+        Raises:
+            MetadataError: it cannot be read; or each rank has its own, and none was named.
+            StorageError: the checkpoint that was given open has changed since.
+        """
+        self._checkpoint = self._open(kwargs.get("rank"))
+        return as_metadata(self._checkpoint, self._path, self.load_id)
+
+    def _open(self, rank: int | None = None) -> Checkpoint:
+        found, named = self._given, False
+        if found is None:
+            location = self._located()
+            named = metadata_rank(location.file or "") is not None
+            found = open_at(location)
+        else:
+            changed = found.changed()
+            if changed:
+                raise StorageError(f"{found.path}: {changed} changed since it was opened", next_step="Open it again.")
+        names = metadata_names(found.files) if found.format is DCP else []
+        if named or not rank_metadata(names):
+            return found
+        return _of_rank(found, rank)
+
+    def _located(self) -> Location:
+        """Find the place; in a run directory that of its newest complete step."""
+        location = locate(self._path, (), self._storage_options)
+        if not self._run or self._storage_options or not runs_at(location):
+            return location
+        latest = find_latest(self._path)
+        for verdict in latest.skipped:
+            logger.warning("%s was passed over: %s: %s", verdict.path, verdict.state.value, verdict.reason)
+        if latest.path is None:
+            raise CheckpointNotFoundError(latest.problem or f"{latest.run} has no complete checkpoint")
+        logger.info("the newest complete checkpoint of %s is read: %s", latest.run, latest.path)
+        return locate(latest.path)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take over where the items are.
+
+        Args:
+            metadata: as of `read_metadata`; names in it may have been changed.
+            is_coordinator: ignored.
+            args: ignored, as torch's readers do.
+            kwargs: `rank` and `use_collectives`, as torch found them.
+        """
+        self.storage_data = metadata.storage_data or {}
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
+        """Return the plan with what is read, so that ranks that found different saves do not load them."""
+        return replace(plan, storage_data=(self.checkpoint.save_id, self.checkpoint.path))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans as they are.
+
+        Raises:
+            LayoutError: the ranks read different checkpoints: a save finished, or one was replaced, meanwhile.
+        """
+        saves = dict(plan.storage_data for plan in plans if plan.storage_data and plan.storage_data[0])
+        if self.use_collectives and len(saves) > 1:
+            found = listed(sorted(set(saves.values())), 3)
+            raise LayoutError(f"the ranks read different saves, at {found}", next_step=_MEANWHILE)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank wants into its tensors.
+        """Bring what this rank wants to its planner, one item after the other: resolve, fill, commit.
 
         Raises:
             ItemError: a stored item is damaged; the message names file, fqn and byte range.
+            LayoutError: the metadata has no such item, or a tensor of the planner has another shape.
             StorageError: a file is missing, unreadable or too short.
+            UnsupportedError: an item is of a form, or went through a transform, that is not known.
         """
-        items: dict[_Place, list[ReadItem]] = {}
-        for read_item in plan.items:
-            offset = read_item.storage_index.offset if read_item.type is LoadItemType.TENSOR else None
-            place = read_item.storage_index.fqn, None if offset is None else tuple(offset)
-            items.setdefault(place, []).append(read_item)
-        targets = []
-        for (fqn, offsets), wanted in items.items():
-            if offsets is None:
-                self._load_object(fqn, wanted, planner)
-            else:
-                found = [(item, planner.resolve_tensor(item).detach()) for item in wanted]
-                targets.append(((fqn, offsets), found))
+        checkpoint = self.checkpoint
         try:
-            _for_all(targets, self._load_chunk, self._threads)
+            wanted = group(checkpoint, [(self._place(item), item) for item in plan.items])
+            Delivery(checkpoint, planner, self._threads, self._registry, self._trust).run(wanted)
         finally:
-            self.checkpoint.storage.close()
-        for _, found in targets:
-            for read_item, target in found:
-                planner.commit_tensor(read_item, target)
+            checkpoint.storage.close()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _load_object(self, fqn: str, wanted: Iterable[ReadItem], planner: LoadPlanner) -> None:
-        entry = self.checkpoint[fqn]
-        item = getattr(entry, "item", None)
-        if item is None:
-            raise ItemError(f"{self._path}: {fqn!r}: the metadata has no place for it")
-        data = self._named(entry, item, _item_bytes, self.checkpoint, entry, item)
-        for read_item in wanted:
-            planner.load_bytes(read_item, io.BytesIO(data))
+    def _place(self, item: ReadItem) -> ItemPlace:
+        place = self.storage_data.get(item.storage_index)
+        if isinstance(place, ItemPlace):
+            return place
+        index = item.storage_index
+        at = f" at {list(index.offset)}" if index.offset else ""
+        raise LayoutError(
+            f"{self._path}: {index.fqn!r}: the metadata has no item{at}",
+            next_step="Reader loads by the metadata that its own read_metadata returned.",
+        )
 
-    def _load_chunk(self, item: tuple[_Place, list[tuple[ReadItem, torch.Tensor]]]) -> None:
-        (fqn, offsets), found = item
-        entry = self.checkpoint.tensors[fqn]
-        index = self._chunks.get((fqn, offsets))
-        if index is None:
-            raise LayoutError(f"{self._path}: {fqn!r}: the metadata has no chunk at {list(offsets or ())}")
-        chunk = entry.chunks[index]
-        boxes = [(tuple(read_item.storage_offsets), target) for read_item, target in found]
-        self._named(entry, chunk.item, _load_boxes, self.checkpoint, entry, chunk, boxes)
 
-    def _named(self, entry: Entry, item: Extent | None, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call; an error says which file, which bytes and which entry it is about."""
-        try:
-            return function(*arguments)
-        except DcptoolError as error:
-            place = join(self.checkpoint.root, item.file) if item else self._path
-            what = error.message.removeprefix(f"{place}: ")
-            where = place_words(item, entry.fqn, (), self.checkpoint.root if item else self._path)
-            raise error.saying(what if place in what else f"{where}: {what}") from error
+def _of_rank(checkpoint: Checkpoint, rank: int | None) -> Checkpoint:
+    """Return a checkpoint whose ranks have metadata of their own as one of them sees it: what it saved comes first.
+
+    Raises:
+        MetadataError: no rank is named.
+    """
+    if rank is None:
+        message = f"{checkpoint.path} was saved with use_collectives=False: each rank has metadata of its own"
+        raise MetadataError(
+            message, next_step="read_metadata(rank=R) gives that of one; dcp.load asks for it by itself."
+        )
+    name = rank_name(rank)
+    if name in checkpoint.files:
+        return open_part(Location(checkpoint.storage, name), "")
+    logger.warning(
+        "%s: rank %d saved nothing there; where ranks have values of their own it gets those of the lowest rank",
+        checkpoint.path,
+        rank,
+    )
+    return checkpoint
 
 
 def _local_ranks() -> int:
     """Return how many ranks run on this machine, as torchrun tells."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(text)) if text.isdigit() else 1
-
-
-def _index(fqn: str, offsets: Ints | None) -> MetadataIndex:
-    return MetadataIndex(fqn, None if offsets is None else torch.Size(offsets))
-
-
-def _storage_metadata(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
-    if not isinstance(entry, TensorEntry):
-        return BytesStorageMetadata()
-    dtype = getattr(torch, entry.dtype, None)
-    if dtype is None:
-        raise UnsupportedError(f"{entry.fqn!r}: torch {torch.__version__} has no dtype {entry.dtype}")
-    chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(sizes)) for start, sizes in entry.chunks.boxes()]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(entry.shape), chunks)
-
-
-def _for_all(items: list[Any], function: Callable[[Any], None], threads: int) -> None:
-    """Call for each item, on several threads; the first error stops what has not begun."""
-    if threads == 1 or len(items) < 2:
-        for item in items:
-            function(item)
-        return
-    with Pool(threads) as pool:
-        for _ in pool.run(function, items):
-            pass
-
-
-def _load_boxes(
-    checkpoint: Checkpoint, entry: TensorEntry, chunk: Chunk, boxes: list[tuple[Ints, torch.Tensor]]
-) -> None:
-    """Copy boxes of one stored chunk into tensors: (first element of the box in the chunk, target of its shape)."""
-    boxes = [(start, target) for start, target in boxes if target.numel()]
-    if not boxes:
-        return
-    source = checkpoint.source
-    if chunk.item and chunk.item.nbytes <= _SMALL_NBYTES and not chunk.item.transforms:
-        window = Window(checkpoint.storage)
-        window.load(chunk.item.file, *chunk.item.span)
-        source = source.over(window)
-    if chunk.item is None:
-        raise LayoutError("the metadata has no place for it")
-    payload = source.payload(entry, chunk, chunk.item)
-    if payload.shape != chunk.sizes:
-        raise ItemError(f"stored is {list(payload.shape)}, the metadata says {list(chunk.sizes)}: of another save")
-    if len(boxes) == 1 and _is_whole(payload, boxes[0][1]):
-        _fill_target(payload, source.read_into, boxes[0][0], boxes[0][1])
-        return
-    # torch too reads a chunk whole of which a part is wanted; without that no CRC can be checked.
-    record = _read_record(payload.record, source.read_into)
-
-    def from_memory(_: Record, byte_offset: int, out: memoryview) -> None:
-        out[:] = record[byte_offset : byte_offset + len(out)]
-
-    for start, target in boxes:
-        _fill_target(payload, from_memory, start, target, lambda byte_offset, data: None)
-
-
-def _is_whole(payload: Payload, target: torch.Tensor) -> bool:
-    """Tell whether a target takes all of a record in its order, so that `fill` checks its CRC32."""
-    itemsize = dtypes.lookup(payload.dtype).itemsize
-    return (
-        tuple(target.shape) == payload.shape
-        and payload.storage_offset == 0
-        and is_contiguous(payload.shape, payload.strides)
-        and volume(payload.shape) * itemsize == payload.record.nbytes
-    )
-
-
-def _fill_target(
-    payload: Payload,
-    read_into: Callable[[Record, int, memoryview], None],
-    start: Ints,
-    target: torch.Tensor,
-    update: Callable[[int, memoryview], None] | None = None,
-) -> None:
-    """Fill a tensor with a box of a payload, through memory of its own where its dtype or device are others."""
-    dtype = getattr(torch, payload.dtype)
-    direct = target.dtype is dtype and target.device.type == "cpu" and target.is_contiguous()
-    direct = direct and not (target.is_conj() or target.is_neg()) and type(target) is torch.Tensor
-    out = target if direct else torch.empty(target.shape, dtype=dtype)
-    flat = out.view(-1).view(torch.uint8).numpy()
-    array = flat.view(dtypes.numpy_dtype(payload.dtype)).reshape(tuple(out.shape))
-    fill(payload, read_into, start, array, update)
-    if not direct:
-        target.copy_(out)
-
-
-def _read_record(record: Record, read_into: Callable[[Record, int, memoryview], None]) -> memoryview:
-    """Return the bytes of a record, checked.
-
-    Raises:
-        ItemError: they do not have the stored CRC32.
-    """
-    data = np.empty(record.nbytes, np.uint8).data
-    check = RecordCheck(record)
-    for start in range(0, record.nbytes, _PIECE_NBYTES):
-        piece = data[start : start + _PIECE_NBYTES]
-        read_into(record, start, piece)
-        check.update(start, piece)
-    problem = check.problem()
-    if problem:
-        raise ItemError(problem)
-    return data
-
-
-def _item_bytes(checkpoint: Checkpoint, entry: Entry, item: Extent) -> bytes:
-    """Return the bytes of an object's item, every record of it checked, with its transforms undone."""
-    source = checkpoint.source.over(Window(checkpoint.storage))
-    for record in source.examine(entry, None, item).records:
-        _read_record(record, source.read_into)
-    stored = checkpoint.storage.read(item.file, item.byte_offset, item.nbytes)
-    return undo_transforms(stored, item.transforms, _MAX_OBJECT_NBYTES) if item.transforms else stored

@@ -16,19 +16,20 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.steps import in_step_order
-from dcptool.errors import CheckpointNotFoundError, LayoutError, StorageError, TrainingError
+from dcptool.errors import CheckpointNotFoundError, ItemError, LayoutError, StorageError, TrainingError
 from dcptool.formats.detect import open_checkpoint
 from dcptool.ops.diff import live
 from dcptool.ops.diff.diff import compare
 from dcptool.ops.diff.results import DiffReport
 from dcptool.ops.latest import find_latest
+from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, Verdict
-from dcptool.runs.directory import runs_at
-from dcptool.storage import locate
+from dcptool.runs.directory import find_runs, runs_at
+from dcptool.storage import join, locate
 from dcptool.training.optimizers import loading
 from dcptool.training.ranks import Ranks, sendable
 from dcptool.training.reader import Reader
-from dcptool.training.saving import NO_GRACE
+from dcptool.training.saving import NO_GRACE, step_name
 from dcptool.training.state import MODEL, OPTIM, UNSTARTED, TrainState, rank_key
 from dcptool.words import listed, of_numbers
 
@@ -87,6 +88,48 @@ class _Looked(NamedTuple):
     step: int
     others: tuple[tuple[str, str], ...]
     existed: bool
+
+
+def restore_chosen(chosen: str, state: TrainState, ranks: Ranks, strict: bool) -> Restored:
+    """Load one checkpoint that was named, and no other.
+
+    Args:
+        chosen: its path.
+        state, ranks, strict: as in `restore_newest`.
+
+    Raises:
+        TrainingError: it is not complete, does not fit, or cannot be loaded.
+    """
+    path, step = ranks.on_first(f"{chosen} was not restored", partial(_named, chosen))
+    return _restore(step, path, state, ranks, strict)
+
+
+def _named(chosen: str) -> tuple[str, int]:
+    """Return the path and the number of a checkpoint that was named, if it is complete.
+
+    Raises:
+        ItemError: it is not; says why.
+        CheckpointNotFoundError, StorageError: it is not there, or cannot be looked at.
+    """
+    verdict = judge(chosen, NO_GRACE)
+    if verdict.state is not State.COMPLETE:
+        raise ItemError(f"it is {verdict.state.value}: {verdict.reason}")
+    return verdict.path, verdict.step or 0
+
+
+def step_path(root: str, step: int) -> str:
+    """Return the path of a run's step by its number.
+
+    Raises:
+        CheckpointNotFoundError: there is none; names those there are.
+    """
+    runs = [run for run in find_runs(locate(root)) if run.path.rstrip("/") == root.rstrip("/")]
+    names = {name: run.number(name) for run in runs for name in run.steps}
+    found = [name for name, number in names.items() if number == step]
+    if not found:
+        there = listed([str(number) for number in names.values()][::-1], MAX_LISTED)
+        raise CheckpointNotFoundError(f"{root} has no step {step}; it has {there or 'none'}")
+    return join(root, step_name(step) if step_name(step) in found else found[-1])
 
 
 def restore_newest(root: str, state: TrainState, ranks: Ranks, strict: bool) -> Restored | None:

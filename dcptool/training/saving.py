@@ -25,8 +25,7 @@ from dcptool.ops.prune.delete import Deleted, delete_steps
 from dcptool.ops.prune.prune import make_plan
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
-from dcptool.runs.directory import find_runs
-from dcptool.runs.order import in_order
+from dcptool.runs.order import next_number
 from dcptool.storage import LocalStorage, Storage, is_temporary, is_url, join, locate, storage_at
 from dcptool.storage.base import translated
 
@@ -199,7 +198,7 @@ def mark_saved(
     marker = make_marker(location, verdict, NAME, checksums=False)._replace(
         writer="save",
         step=step,
-        number=_next_number(path),
+        number=next_number(path),
         resumed_from=resumed_from,
         world_size=world_size,
         save_seconds=round(times.save_seconds, 3),
@@ -218,13 +217,6 @@ def _is_whole(verdict: Verdict) -> bool:
         return False  # another file changed while it was looked at
     others = [finding for finding in verdict.findings if finding.kind != "unfinished-save"]
     return state_of(others) in (State.COMPLETE.value, State.UNMARKED.value)
-
-
-def _next_number(path: str) -> int:
-    """Return a number for the save of a step, higher than those of all others in its run."""
-    root = path.rpartition("/")[0]
-    runs = [run for run in find_runs(locate(root)) if run.path == root]
-    return 1 + max((save.number for run in runs for save in in_order(run)), default=0)
 
 
 def tidy(root: str, step: int, keep: int | None, archive_every: int | None) -> Deleted:

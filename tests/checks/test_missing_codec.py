@@ -143,7 +143,7 @@ def test_statistics_name_what_to_install(step):
     assert done.returncode == 1
     assert "damaged" not in done.stdout
     assert "dcptool verify" not in done.stdout
-    assert f"'model.count': it is zstd-compressed\n  {CODEC}\n" in done.stdout
+    assert f"it is zstd-compressed\n  {CODEC}\n" in done.stdout
     assert "(all files there and long enough; what is said below could not be read)" in done.stdout
 
 

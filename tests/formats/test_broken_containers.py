@@ -282,6 +282,7 @@ HEADERS = {
     "three offsets": changed(data_offsets=[0, 24, 48]),
     "shape that overflows": changed(shape=[1 << 32, 1 << 32]),
     "shape of 2^64": changed(shape=[1 << 64, 0]),
+    "a 0 behind an overflow": headed({"w": W, "b": B, "e": {**EMPTY, "shape": [1 << 62, 4, 0]}}),
     "20,000 digits": headed(TEXT.replace("[2, 3]", f"[{'9' * 20_000}, 3]")),
     "no tensor": headed("{}", b""),
     "no tensor, but data": headed("{}"),

@@ -75,6 +75,35 @@ def test_a_file_that_two_siblings_have_is_missing_that_one_has_is_doubtful(titan
     assert "schedule.bin is missing, which the step beside it has" in found.warnings[0].message
 
 
+@pytest.fixture
+def of_ranks(tmp_path):
+    """Steps of two ranks, each with a file of each rank beside, of no known trainer."""
+    for number in (1, 2, 3):
+        shutil.copytree(FOREIGN / "w_align512", tmp_path / "run" / f"step_{number}")
+        for rank in (0, 1):
+            shutil.copy(
+                FOREIGN / "accelerate_fsdp2" / "scheduler.bin", tmp_path / "run" / f"step_{number}" / f"at{rank}.pt"
+            )
+    return tmp_path / "run"
+
+
+def test_n17_the_file_of_the_last_rank_is_missed(of_ranks):
+    assert all(verdict.state.value == "complete" for verdict in dcptool.verify(of_ranks).verdicts)
+    (of_ranks / "step_3" / "at1.pt").unlink()
+    found = find_latest(of_ranks)
+    assert found.path == str(of_ranks / "step_2")
+    assert "atN.pt of each of 2 ranks is missing, which the 2 steps beside it have" in found.skipped[0].reason
+    assert dcptool.verify(of_ranks).verdicts[-1].state.value == "incomplete"
+
+
+def test_a_job_of_another_number_of_ranks_has_others(of_ranks):
+    shutil.rmtree(of_ranks / "step_3")
+    shutil.copytree(FOREIGN / "w_nodist", of_ranks / "step_3")
+    shutil.copy(of_ranks / "step_2" / "at0.pt", of_ranks / "step_3")
+    assert find_latest(of_ranks).path == str(of_ranks / "step_3")
+    assert dcptool.verify(of_ranks).good
+
+
 def test_what_the_trainer_does_not_need_is_no_error(tmp_path):
     """A job of the Trainer on two processes that goes on alone writes one file in place of two."""
     trained = FOREIGN / "trainer_fsdp2" / "checkpoint-2"

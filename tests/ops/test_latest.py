@@ -182,3 +182,16 @@ class TestHowClosely:
         done = cli("latest", folder, "--also", other)
         assert (done.returncode, done.stdout) == (0, f"{folder}/step_1\n")
         assert "step_2 is incomplete" in done.stderr
+
+
+@torchfree
+def test_the_answer_is_a_path_and_false_without_one(tmp_path):
+    (tmp_path / "run").mkdir()
+    nothing = dcptool.find_latest(tmp_path / "run")
+    assert not nothing
+    with pytest.raises(CheckpointNotFoundError):
+        os.path.join(nothing, ".metadata")
+    found = dcptool.find_latest(steps(tmp_path / "run", "step_1"))
+    assert found
+    assert Path(found) == tmp_path / "run" / "step_1"
+    assert dcptool.open(found).tensors

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import time
+import zipfile
 
 import pytest
 
 import dcptool
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checks.check import Level
 from dcptool.errors import ItemError, OutputExistsError, StorageError, UnsupportedError
 from dcptool.formats.marker import FOREIGN as FOREIGN_MARKERS
@@ -232,15 +235,49 @@ class TestMarkerFiles:
         {"sha256": {".metadata": 7}},
         {"writer": "somebody"},
         {"schema": 2},
+        {"step": 10**400},
+        {"number": 10**4000},
+        {"save_seconds": 10**400},
+        {"world_size": -(10**400)},
+        {"files": {".metadata": 10**400}},
+        {"files": {"../x": 1}},
+        {"sha256": {"/etc/hostname": "0" * 64}},
     )
 
-    @pytest.mark.parametrize("fields", BAD_FIELDS, ids=str)
+    @pytest.mark.parametrize("fields", BAD_FIELDS, ids=lambda fields: str(fields)[:40])
     def test_fields_of_wrong_types(self, step, fields):
         dcptool.mark_complete(step)
         document = json.loads((step / "_COMPLETE").read_text())
         (step / "_COMPLETE").write_text(json.dumps({**document, **fields}))
         assert kinds(judge(step)) == {"bad-marker"}
         assert cli("verify", "--json", step).returncode == 1
+        assert cli("interval", "--save", "45s", "--mtbf", "3h", step.parent).returncode == 0
+
+    @pytest.mark.parametrize("n_digits", [400, 4299, 20_000])
+    @pytest.mark.parametrize(
+        ("name", "text"),
+        [
+            ("_COMPLETE", '{"schema": 1, "writer": "save", "step": %s}'),
+            ("_SUCCESS", '{"schema": 1, "writer": "save", "save_seconds": %s}'),
+            ("trainer_state.json", '{"global_step": %s, "best_metric": %s}'),
+            ("metadata.json", '{"sharded_backend": %s}'),
+            ("model.safetensors.index.json", '{"weight_map": {"a": %s}}'),
+            ("integrity.json", '{"files": {"a": %s}}'),
+            ("model.sig", '{"dsseEnvelope": %s}'),
+        ],
+    )
+    def test_numbers_of_many_digits_take_nothing_down(self, step, name, text, n_digits):
+        """Python parses none of more than 4,300 digits, and makes no float of one with more than 308."""
+        shutil.copytree(step, step.parent / "step_2")
+        (step / name).write_text(text.replace("%s", "9" * n_digits))
+        for command in ("verify --deep", "verify --json", "inspect", "mark"):
+            done = cli(*command.split(), step)
+            assert done.returncode in (0, 1, 3), done.stderr
+            assert "this is a bug" not in done.stderr
+        for command in ("latest", "verify --json", "prune --keep 1 --dry-run", "interval --save 45s --mtbf 3h"):
+            done = cli(*command.split(), step.parent)
+            assert done.returncode in (0, 1, 3), done.stderr
+            assert "this is a bug" not in done.stderr
 
     def test_marking_again_keeps_what_the_save_knew(self, step):
         saved(step)
@@ -264,6 +301,64 @@ class TestMarkerFiles:
         for level in (Level.METADATA, Level.DEEP):
             found = judge(step, VerifyOptions(level=level))
             assert (found.state, kinds(found)) == (State.UNREADABLE, {"unreadable"})
+
+
+class TestWhatMarksVouchFor:
+    @pytest.fixture
+    def step(self, tmp_path):
+        folder = whole(tmp_path / "step_1")
+        (folder / "trainer_state.json").write_text('{"global_step": 1, "epoch": 0.5}')
+        (folder / "notes.txt").write_text("the learning rate was halved")
+        with zipfile.ZipFile(folder / "rng_state_0.pth", "w") as archive:
+            archive.writestr("rng_state_0/data.pkl", pickle.dumps({"python": 1}, 2))
+            archive.writestr("rng_state_0/version", "3")
+        return folder
+
+    def test_it_says_what_holds_nothing_that_can_be_checked(self, step):
+        done = cli("mark", step)
+        uncheckable = "2 files, 60 B, hold nothing that can be checked"
+        assert f"({uncheckable}; --checksums vouches for them too)" in done.stdout
+        assert f"; {uncheckable}\n" in cli("verify", step).stdout
+        (step / "trainer_state.json").unlink()
+        (step / "_COMPLETE").unlink()
+        assert (
+            "(1 file, 28 B, holds nothing that can be checked; --checksums vouches for it too)"
+            in cli("mark", step).stdout
+        )
+        assert "nothing" not in cli("mark", "--checksums", step).stdout
+        assert "nothing" not in cli("verify", step).stdout
+        assert (
+            "(the _COMPLETE before held the SHA-256 of its files; --checksums keeps that)" in cli("mark", step).stdout
+        )
+
+    @pytest.mark.parametrize(
+        "name", ["trainer_state.json", "rng_state_0.pth", "notes.txt", ".metadata", "__1_0.distcp"]
+    )
+    def test_with_checksums_one_bit_of_any_file_is_found(self, step, name):
+        dcptool.mark_complete(step, checksums=True)
+        assert judge(step, VerifyOptions(level=Level.DEEP)).findings == ()
+        for byte_offset in range(0, (step / name).stat().st_size, max((step / name).stat().st_size // 7, 1)):
+            damage.flip_byte(step / name, byte_offset)
+            found = judge(step, VerifyOptions(level=Level.DEEP))
+            assert "changed-file" in kinds(found) or (name == ".metadata" and "stale-marker" in kinds(found))
+            damage.flip_byte(step / name, byte_offset)
+
+    def test_a_file_that_is_added_later_is_said(self, step):
+        dcptool.mark_complete(step)
+        assert judge(step).findings == ()
+        (step / "added.txt").write_text("x")
+        found = judge(step)
+        [finding] = found.findings
+        assert (found.state, finding.kind, finding.severity, finding.file) == (
+            State.COMPLETE,
+            "unmarked-file",
+            Severity.NOTE,
+            "added.txt",
+        )
+        (step / "more.txt").write_text("x")
+        assert judge(step).findings[0].message.startswith("added.txt and 1 more were added since it was marked")
+        dcptool.mark_complete(step)
+        assert judge(step).findings == ()
 
 
 class TestMarkersOfParts:
@@ -306,3 +401,32 @@ class TestMarkersOfParts:
         found = judge(step)
         assert (found.state, kinds(found)) == (State.UNMARKED, {"stale-marker"})
         assert found.findings[0].file == "critic/ckpt/.metadata"
+
+
+class TestSaved:
+    def test_as_the_job_that_saved_it(self, run_of):
+        folder = run_of("step_500", "step_600", "step_510")
+        for name in ("step_500", "step_600", "step_510"):
+            assert cli("mark", "--saved", folder / name).returncode == 0
+        markers = [json.loads((folder / name / "_COMPLETE").read_text()) for name in sorted(os.listdir(folder))]
+        assert [(marker["step"], marker["writer"], marker["number"]) for marker in markers] == [
+            (500, "save", 1), (510, "save", 3), (600, "save", 2)
+        ]  # fmt: skip
+        assert dcptool.find_latest(folder).path == str(folder / "step_510")
+        dcptool.mark_complete(folder / "step_500", saved=True, checksums=True)  # again: it was saved when it was
+        assert json.loads((folder / "step_500" / "_COMPLETE").read_text())["number"] == 1
+
+    def test_a_later_step_without_a_marker_is_unmarked(self, run_of):
+        folder = run_of("step_1", "step_2")
+        dcptool.mark_complete(folder / "step_1")
+        assert dcptool.find_latest(folder).path == str(folder / "step_2")
+        (folder / "step_1" / "_COMPLETE").unlink()
+        dcptool.mark_complete(folder / "step_1", saved=True)
+        assert dcptool.find_latest(folder).path == str(folder / "step_1")
+
+
+def test_i_a_marker_with_a_number_of_many_digits_cannot_be_read(run_of):
+    folder = run_of("step_1", "step_2")
+    (folder / "step_2" / "_COMPLETE").write_text('{"schema": 1, "step": ' + "9" * 20_000 + "}")
+    assert "bad-marker" in kinds(judge(folder / "step_2"))
+    assert latest(folder).path == str(folder / "step_1")

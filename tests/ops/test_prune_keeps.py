@@ -111,6 +111,15 @@ class TestProof:
         assert done.stdout.rstrip().endswith("of step_3")
         assert "checked before" not in cli("prune", folder, "--keep", 5, "--dry-run", *more).stdout
 
+    def test_b_nothing_goes_for_a_step_that_holds_nan(self, tmp_path):
+        for step in (1, 2, 3):  # which hold NaN and infinities
+            shutil.copytree(FOREIGN / "dtypes_keys_t2130", tmp_path / f"step_{step}")
+        done = cli("prune", tmp_path, "--keep", 1, "--finite", "--yes")
+        assert done.returncode == 1
+        assert "step_3, the newest that is kept, holds NaN or infinities: special.nan_inf" in done.stdout
+        assert sorted(os.listdir(tmp_path)) == ["step_1", "step_2", "step_3"]
+        assert "and that all values are finite" in done.stdout
+
     def test_the_newest_to_resume_from_is_what_is_looked_at(self, tmp_path):
         for step in (1, 2, 3):
             shutil.copytree(TRAINER, tmp_path / "run" / f"checkpoint-{step}")

@@ -18,7 +18,7 @@ from dcptool.ops.verify.verdict import State
 from dcptool.words import listed
 from tests.conftest import ROOT
 
-ROW = re.compile(r"\| (R\d\d) \| (.+?) \| (.+) \|")
+ROW = re.compile(r"\| ([NR]\d\d[ab]?|[A-K]-[a-z-]+) \| (.+?) \| (.+) \|")
 
 
 FILES = {path.name: path for path in sorted((ROOT / "tests").rglob("test_*.py"))}
@@ -47,7 +47,7 @@ def test_every_case_has_tests_and_every_test_of_a_case_is_listed():
     rows = ROW.findall((ROOT / "docs" / "cases.md").read_text())
     names = [name for name, *_ in rows]
     assert names == sorted(set(names))
-    assert len(names) == 56
+    assert len(names) == 95
     listed = {(name, test) for name, _, tests in rows for test in re.findall(r"`([^`]+)`", tests)}
     assert {name for name, _ in listed} == set(names)
     for name, test in listed:
@@ -55,8 +55,8 @@ def test_every_case_has_tests_and_every_test_of_a_case_is_listed():
         assert function in functions_of(file), f"{name}: {test} is no test"
     for file in FILES:
         for function in functions_of(file):
-            for number in re.findall(r"(?:^|_)r(\d\d)(?=_)", function.rpartition("::")[2]):
-                assert (f"R{number}", f"{file}::{function}") in listed
+            for letter, number in re.findall(r"(?:^|_)([nr])(\d\d[ab]?)(?=_)", function.rpartition("::")[2]):
+                assert (f"{letter.upper()}{number}", f"{file}::{function}") in listed
 
 
 def test_what_the_documents_cite_is_there():

@@ -111,6 +111,27 @@ def test_n03_prune_keeps_both_sides_until_it_is_settled(contradicted):
         assert cli("latest", "--by", by, contradicted).stdout == f"{contradicted}/{name}\n"
 
 
+@pytest.mark.parametrize("what", ["copied down", "a file added"])
+def test_n03_the_time_of_a_folder_is_not_that_of_its_save(contradicted, what):
+    """Stores keep the times of files alone, and whoever adds a file to a step makes its folder new."""
+    new = [contradicted / "step_700"] if what == "a file added" else list(contradicted.iterdir())
+    for step in new:
+        if what == "a file added":
+            (step / "eval.json").write_text("{}")
+        os.utime(step)
+    assert "step_100 was written 11 h after step_700" in latest(contradicted).order[0].message
+    assert [d.name for d in make_plan(contradicted, 1, now=OLD).decisions if d.keep] == ["step_100", "step_700"]
+
+
+def test_results_put_into_an_old_step_make_it_no_newer(tmp_path):
+    folder = steps(tmp_path / "run", "step_100", "step_700")
+    for hours, name in enumerate(("step_100", "step_700")):
+        written(folder / name, OLD + hours * HOUR)
+    (folder / "step_100" / "eval_results.json").write_text("{}")
+    assert not latest(folder).order
+    assert order(folder, by="time") == ["step_100", "step_700"]
+
+
 @pytest.mark.parametrize("what", ["link", "marker", "a minute", "not whole"])
 def test_what_is_no_contradiction(contradicted, what):
     step = contradicted / "step_100"
@@ -142,3 +163,4 @@ def test_a_time_in_the_future_is_said_to_be(run_of):
     done = cli("verify", folder)
     assert "in 3 h" in done.stdout
     assert "a file was written 3 h in the future, by the clock here" in done.stdout
+    assert "in-progress" not in cli("verify", "--grace", "0s", folder).stdout

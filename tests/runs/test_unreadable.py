@@ -136,9 +136,10 @@ def test_k_an_object_that_a_store_refuses(s3_url, refused, tmp_path, monkeypatch
 
 
 class TestRestore:
-    def test_k_restore_raises_and_trains_on_from_nothing_older(self, tmp_path, monkeypatch):
+    @pytest.fixture(autouse=True)
+    def saved(self, tmp_path):
+        """Two steps that a manager has saved."""
         pytest.importorskip("torch")
-        from dcptool.errors import TrainingError
         from dcptool.training import CheckpointManager
         from tests.training_jobs import job, train
 
@@ -147,6 +148,12 @@ class TestRestore:
             for step in (1, 2):
                 train(model, optimizer, step)
                 manager.save(step, state)
+
+    def test_k_restore_raises_and_trains_on_from_nothing_older(self, tmp_path, monkeypatch):
+        from dcptool.errors import TrainingError
+        from dcptool.training import CheckpointManager
+        from tests.training_jobs import job
+
         with CheckpointManager(tmp_path / "run") as manager, monkeypatch.context() as patch:
             failing(patch, "step_2/.metadata", errno.EIO)
             with pytest.raises(TrainingError, match=r"step_2 could not be read.*It may be whole"):
@@ -155,16 +162,9 @@ class TestRestore:
             assert manager.restore(job()[2]).step == 2
 
     def test_k_what_fails_while_it_is_loaded(self, tmp_path, monkeypatch):
-        pytest.importorskip("torch")
         from dcptool.errors import TrainingError
         from dcptool.training import CheckpointManager
-        from tests.training_jobs import job, train
-
-        model, optimizer, state = job()
-        with CheckpointManager(tmp_path / "run") as manager:
-            for step in (1, 2):
-                train(model, optimizer, step)
-                manager.save(step, state)
+        from tests.training_jobs import job
 
         def fail(storage, name, byte_offset, out):
             raise StorageError(f"{storage.root}/{name}: Input/output error")

@@ -258,7 +258,8 @@ class TestStates:
 
     def test_beside_a_marker_it_says_nothing(self, run):
         (run / "step_2" / "_SAVING").write_text("{}")  # killed between the two
-        assert dcptool.verify(run / "step_2").good
+        (verdict,) = dcptool.verify(run / "step_2").verdicts
+        assert (verdict.state.value, verdict.findings) == ("complete", ())
         assert cli("latest", run).stdout == f"{run / 'step_2'}\n"
         with CheckpointManager(run, keep=None) as manager:
             manager.save(4, job(4000))

@@ -16,9 +16,11 @@ from dcptool.checkpoint.chunks import ChunkTable
 from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Extent, Ints
 from dcptool.checkpoint.findings import Finding
-from dcptool.checkpoint.regions import Box
+from dcptool.checkpoint.regions import Box, intersect
 from dcptool.formats.dcp.bulk import ItemRow
 from dcptool.formats.dcp.metadata import Records
+
+_ONE_RANK = "The ranks saved different things; name the metadata of one, such as __0.metadata, for what it saved."
 
 
 class View(NamedTuple):
@@ -29,11 +31,12 @@ class View(NamedTuple):
     problems: list[Finding]
 
 
-def build(parts: Mapping[str, Records]) -> View:
+def build(parts: Mapping[str, Records], own: bool = False) -> View:
     """Make one view of the records of all metadata files of a checkpoint; takes the items out of the records.
 
     Args:
         parts: metadata file name → its records, lowest rank first.
+        own: the first is that of one rank, whose values count wherever it has some.
 
     Returns:
         Entries in the order of the saver's state dict where planner_data tells it, else in the order of the metadata;
@@ -41,21 +44,23 @@ def build(parts: Mapping[str, Records]) -> View:
     """
     table = ChunkTable()
     entries: dict[str, Entry] = {}
+    first = next(iter(parts.values())) if own else None
     problems = [problem for records in parts.values() for problem in records.problems]
     for fqn in _order(parts.values()):
         path = next((records.paths[fqn] for records in parts.values() if records.paths and fqn in records.paths), None)
         tensors = [records for records in parts.values() if fqn in records.tensors]
         objects = [records for records in parts.values() if fqn in records.objects]
-        if tensors and objects:
+        if tensors and objects and not (first and (fqn in first.tensors or fqn in first.objects)):
             problems.append(_disagree(fqn, "a tensor in some and an object in others"))
-        if tensors:
-            entries[fqn] = _tensor(fqn, path, tensors, table, problems)
+        if tensors and not (first and fqn in first.objects):
+            entries[fqn] = _tensor(fqn, path, tensors, table, problems, tensors[0] is first)
         else:
             places = [_lookup(records.items, fqn, [None], problems)[0] for records in objects]
             found = [place for place in places if place]
             if not found:
                 problems.append(_placeless(fqn))
-            entries[fqn] = ObjectEntry(fqn, path, found[0] if found else None)
+            replicas = tuple(place for place in found[1:] if place != found[0])
+            entries[fqn] = ObjectEntry(fqn, path, found[0] if found else None, replicas=replicas)
     for records in parts.values():
         for fqn in list(records.items):
             _lookup(records.items, fqn, [], problems)
@@ -76,28 +81,31 @@ def _tensor(
     parts: Sequence[Records],
     table: ChunkTable,
     problems: list[Finding],
+    own: bool,
 ) -> TensorEntry:
     dtype, shape, _ = parts[0].tensors[fqn]
-    if any(records.tensors[fqn][:2] != (dtype, shape) for records in parts):
+    if not own and any(records.tensors[fqn][:2] != (dtype, shape) for records in parts):
         problems.append(_disagree(fqn, "of different dtype or shape in some"))
     mark = table.mark()
     if len(parts) == 1 and _add_columns(fqn, parts[0], table):
         return TensorEntry(fqn, dtype, shape, path, table.chunks_since(mark, len(shape)))
     placed: dict[Box, Extent | None] = {}
     replicas: list[Chunk] = []
+    ours: list[Box] = []
     for records in parts:
         boxes = records.tensors[fqn][2]
         items = _lookup(records.items, fqn, [box[0] for box in boxes], problems)
         if records.tensors[fqn][:2] != (dtype, shape):
             continue
         for box, item in zip(boxes, items, strict=True):
-            if box not in placed:
+            if box not in placed and not any(intersect(box, mine) for mine in ours):
                 placed[box] = item
                 table.add(*box, item)
                 if item is None and 0 not in box[1]:
                     problems.append(_placeless(fqn, *box))
-            elif item is not None and item != placed[box]:
+            elif item is not None and item != placed.get(box):
                 replicas.append(Chunk(*box, item))
+        ours = list(placed) if own and not ours else ours
     return TensorEntry(fqn, dtype, shape, path, table.chunks_since(mark, len(shape)), tuple(replicas))
 
 
@@ -136,7 +144,7 @@ def _chunkless(fqn: str, offsets: Ints | None, item: Extent) -> Finding:
 
 def _disagree(fqn: str, how: str) -> Finding:
     message = f"{fqn!r} is {how} of the ranks' metadata files"
-    return Finding.of("ranks-disagree", message, fqn=fqn, next_step="The ranks saved different things.")
+    return Finding.of("ranks-disagree", message, fqn=fqn, next_step=_ONE_RANK)
 
 
 def _placeless(fqn: str, offsets: Ints | None = None, sizes: Ints | None = None) -> Finding:

@@ -21,6 +21,11 @@ def metadata_rank(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def rank_name(rank: int) -> str:
+    """Return the name of the metadata of one rank."""
+    return f"__{rank}{METADATA}"
+
+
 def rank_metadata(files: Iterable[str]) -> list[str]:
     """Return the names of rank-local metadata files, in rank order."""
     ranks = {name: rank for name in files if (rank := metadata_rank(name)) is not None}

@@ -55,6 +55,8 @@ class Records:
         paths: fqn → nested position; None where the saver did not flatten.
         extra: further attributes, as stand-ins.
         save_id: torch's identifier of the save; None before torch 2.3, which has none.
+        version: of the metadata, as text; None where it gives none.
+        planner_data: what the saver's planner left, with stand-ins.
         evidence: what the records tell about their writer.
         problems: records that make no sense, with what was done about them.
     """
@@ -68,6 +70,8 @@ class Records:
         self.paths: dict[str, tuple[str | int, ...]] | None = None
         self.extra: dict[str, Any] = {}
         self.save_id: str | None = None
+        self.version: str | None = None
+        self.planner_data: Any = None
         self.evidence: list[str] = []
         self.problems: list[Finding] = []
 
@@ -110,7 +114,8 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
                 _add_item(records, index, info)
     else:
         records.problem("no-storage-data", "the metadata names no files (storage_data is missing)")
-    _add_paths(records, fields.get("planner_data"))
+    records.planner_data = fields.get("planner_data")
+    _add_paths(records, records.planner_data)
     records.extra = {str(name): value for name, value in fields.items() if name not in _KNOWN}
     storage_meta = _fields(fields.get("storage_meta"), "StorageMeta")
     save_id = storage_meta.get("save_id")
@@ -118,9 +123,11 @@ def read_records(data: bytes, min_records: int = MIN_RECORDS) -> Records:
     saved_to = storage_meta.get("checkpoint_id")
     if isinstance(saved_to, Node) and not all(isinstance(part, str) for part in saved_to.args):
         records.problem("bad-storage-meta", "the path this was saved to is damaged in storage_meta")
+    version = fields.get("version")
+    records.version = version if isinstance(version, str) else None
     if "version" in fields:
-        version = brief(fields["version"]).strip("'")
-        records.evidence.append(f".metadata version {version}")
+        shown = brief(version).strip("'")
+        records.evidence.append(f".metadata version {shown}")
     elif "storage_meta" not in fields:
         records.evidence.append("no storage_meta: torch 2.2 or older")
     if storage_meta.get("modules"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,8 @@ def open_dcp(storage: Storage, files: Mapping[str, int], name: str = "") -> Chec
     Args:
         storage: the folder.
         files: name → size in bytes of what is in it.
-        name: of the metadata, if that was named; it stands for the folder.
+        name: of the metadata, if that was named; it stands for the folder. That of one rank, where there is no other,
+            has this rank's values first.
 
     Raises:
         CheckpointNotFoundError: there are data files but no metadata: the save never finished.
@@ -46,9 +47,13 @@ def open_dcp(storage: Storage, files: Mapping[str, int], name: str = "") -> Chec
     names = metadata_names(files)
     if not names:
         raise _unfinished(storage, files)
+    own = name in names and name != METADATA
+    names = [name, *(other for other in names if other != name)] if own else names
     with collector_paused():
         parts, unread = _all_records(storage, {name: files[name] for name in names})
-        view = build(parts)
+        if own and name not in parts:
+            raise MetadataError(next(found.message for found in unread if found.file == name))
+        view = build(parts, own)
     problems = [*unread, *view.problems]
     objects = (entry.item.file for entry in view.entries.values() if isinstance(entry, ObjectEntry) and entry.item)
     copies = find_copies(storage, dict.fromkeys([*view.table.files, *objects]), files)
@@ -62,6 +67,7 @@ def open_dcp(storage: Storage, files: Mapping[str, int], name: str = "") -> Chec
     if names != [METADATA]:
         problems += _rank_gaps(storage.root, names, files)
     evidence = list(dict.fromkeys(phrase for records in parts.values() for phrase in records.evidence))
+    evidence += [f"{name} was named: what rank {metadata_rank(name)} saved comes first"] if own else []
     extra = next(iter(parts.values())).extra
     flavour, variant, more = _flavour(storage, files, view, names, extra)
     source = DcpSource(storage)
@@ -81,7 +87,17 @@ def open_dcp(storage: Storage, files: Mapping[str, int], name: str = "") -> Chec
         next(iter(parts.values())).save_id,
         frozenset().union(*(records.requires_grad for records in parts.values())),
         variant,
+        next(iter(parts.values())).version,
+        _planner_data(parts.values()),
     )
+
+
+def _planner_data(parts: Iterable[Records]) -> Any:
+    """Return what planners left in the metadata, that of several ranks as one."""
+    found = [records.planner_data for records in parts]
+    if len(found) == 1 or not all(isinstance(one, dict) for one in found):
+        return found[0]
+    return {key: value for one in reversed(found) for key, value in one.items()}
 
 
 @contextmanager

@@ -9,18 +9,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.extents import Ints
 from dcptool.checkpoint.regions import volume
-from dcptool.errors import MetadataError
+from dcptool.errors import MetadataError, UnsupportedError
 from dcptool.pickles.tensors import MAX_NDIM
 
 MAX_HEADER_NBYTES = 100_000_000
 """The limit of the safetensors library."""
 LFS_START = b"version https://git-lfs"
 _FIELDS = ("__metadata__", "dtype", "shape", "data_offsets")
+_OF_NO_TORCH = ("F6_E2M3", "F6_E3M2")
 _DEEP = re.compile(rb"[\[{]\s*(?:[\[{]\s*){8}")
 
 
@@ -58,6 +61,7 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
 
     Raises:
         MetadataError: it is no safetensors data, cut short, or its header contradicts itself.
+        UnsupportedError: it holds a tensor of a dtype that the library knows and torch does not.
     """
     start = read(0, min(nbytes, len(LFS_START)))
     if start == LFS_START:
@@ -126,12 +130,19 @@ def _free_form(value: Any) -> dict[str, str]:
 
 def _tensor(name: str, field: Mapping[str, Any], data_nbytes: int) -> StoredTensor:
     dtype = dtypes.BY_SAFETENSORS.get(field["dtype"])
+    if field["dtype"] in _OF_NO_TORCH:
+        message = (
+            f"tensor {name!r} has dtype {field['dtype']!r}, which torch has no name for, and dcptool does not read"
+        )
+        raise UnsupportedError(message, next_step="safetensors' get_slice tells its shape; what wrote it reads it.")
     if dtype is None:
         raise MetadataError(f"tensor {name!r} has dtype {field['dtype']!r}, which this dcptool does not know")
     shape, (start, end) = tuple(field["shape"]), field["data_offsets"]
     numbers = (*shape, start, end)
     if len(shape) > MAX_NDIM or not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
         raise MetadataError(f"tensor {name!r} has no valid shape or offsets")
+    if max(accumulate(shape, mul), default=0) >= 1 << 64:  # the library multiplies before it meets a 0
+        raise MetadataError(f"tensor {name!r} has a shape with more elements than can be counted")
     if dtype.safetensors == "F4":  # counted in half bytes there, in pairs by torch
         if not shape or shape[-1] % 2:
             raise MetadataError(f"tensor {name!r} is F4 with an odd last dimension")

@@ -27,7 +27,9 @@ from dcptool.words import listed, plural
 
 MAX_INDEX_NBYTES = 1 << 30
 _OF_SEVERAL = re.compile(r"(?:shard-\d{5}-)?(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_OTHER_WEIGHTS = re.compile(r"((pytorch_|adapter_)?model([-_]\d+-of-\d+)?\.bin)|consolidated\.\d+\.pth")
 _MAX_NAMED = 20
+_NAME_ONE = "Two saves, or two forms of one: name the file itself to take what it holds, or move the other away."
 
 
 class SafetensorsSource:
@@ -94,6 +96,7 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
         problems += _missing_of_set(headers, files)
     if index and not name:
         problems += _unlisted_files(index, files, headers)
+    problems += _other_weights(files) if not name else []
     sharded = any(header.saved_offsets for header in headers.values())
     own = {file: nbytes for file, nbytes in files.items() if file in headers or file == index}
     table = ChunkTable()
@@ -176,6 +179,16 @@ def _unlisted_files(index: str, files: Mapping[str, int], headers: Mapping[str, 
     return [Finding.of("unlisted-file", message, unlisted[0], next_step=step)]
 
 
+def _other_weights(files: Mapping[str, int]) -> list[Finding]:
+    """Name files in which torch.save keeps weights: they are not read, and may be of another save."""
+    other = sorted(filter(_OTHER_WEIGHTS.fullmatch, files))
+    if not other:
+        return []
+    message = f"weights are in {listed(other, _MAX_NAMED)} too, which {'is' if len(other) == 1 else 'are'} not read"
+    step = "A copy of the same, or of an older or a newer save: dcptool diff of a file of each tells."
+    return [Finding.of("other-weights", message, other[0], next_step=step)]
+
+
 def _missing_of_set(headers: Mapping[str, Header], files: Mapping[str, int]) -> list[Finding]:
     """Name the files that a set lacks: `model-00001-of-00003.safetensors` says that there are three.
 
@@ -206,6 +219,8 @@ def _header(storage: Storage, file: str, nbytes: int) -> Header:
         return read_header(lambda at, n: storage.read(file, at, n), nbytes)
     except MetadataError as error:
         raise MetadataError(f"{join(storage.root, file)}: {error}") from error
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{join(storage.root, file)}: {error.message}", next_step=error.next_step) from error
 
 
 def _weight_map(storage: Storage, index: str, nbytes: int) -> dict[str, str]:
@@ -250,10 +265,11 @@ def _entry(fqn: str, parts: list[_Part], table: ChunkTable, problems: list[Findi
             message = (
                 f"{fqn!r} is {part_dtype} with {len(box[0])} dimensions in {item.file}, other files differ; left out"
             )
-            problems.append(Finding.of("parts-disagree", message, item.file, fqn))
+            step = "" if sharded else _NAME_ONE
+            problems.append(Finding.of("parts-disagree", message, item.file, fqn, next_step=step))
         elif placed and not sharded:
             message = f"{fqn!r} is in {parts[0][2].file} and in {item.file}, which are no shards; the first is shown"
-            problems.append(Finding.of("duplicate-name", message, item.file, fqn))
+            problems.append(Finding.of("duplicate-name", message, item.file, fqn, next_step=_NAME_ONE))
         elif box in placed:
             replicas.append(Chunk(*box, item))
         elif volume(tuple(a + b for a, b in zip(*box, strict=True))) >= 1 << 59:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.extents import Examined, Extent, Payload, Record
-from dcptool.checkpoint.findings import HOW_TO_LOAD
+from dcptool.checkpoint.findings import how_to_load
 from dcptool.checkpoint.regions import span
 from dcptool.errors import ItemError, UnsupportedError
 from dcptool.formats.torch_save.zip import TorchZip
@@ -60,7 +60,7 @@ def tensor_payload(archive: TorchZip, item: Extent) -> Payload:
 
 def not_looked_into(foreign: str) -> UnsupportedError:
     """Return the error that something is a tensor whose values are not found here; `foreign` says what."""
-    return UnsupportedError(f"it is {foreign}, which dcptool does not look into", next_step=HOW_TO_LOAD)
+    return UnsupportedError(f"it is {foreign}, which dcptool does not look into", next_step=how_to_load(foreign))
 
 
 def examine(archive: TorchZip, item: Extent, is_tensor: bool) -> Examined:

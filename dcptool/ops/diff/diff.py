@@ -12,7 +12,9 @@ from typing import Any
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
+from dcptool.checkpoint.kinds import Severity
 from dcptool.checkpoint.selection import select
+from dcptool.checks.copies import apart_notes
 from dcptool.copying.pool import Pool
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.ops.diff import live
@@ -145,7 +147,14 @@ def compare_checkpoints(
             *metadata_problems("B", b, options, unreadable),
         ),
     )
-    return report._replace(notes=(*report.notes, *subset_note(report), *_option_notes(*known, options)))
+    notes = (*report.notes, *subset_note(report), *_option_notes(*known, options))
+    return report._replace(notes=(*notes, *_apart("A", a, known[0]), *_apart("B", b, known[1])))
+
+
+def _apart(name: str, checkpoint: Checkpoint, known: Sequence[Known]) -> tuple[Finding, ...]:
+    """Note what ranks saved of their own on a side, of which only one rank's was compared."""
+    notes = apart_notes(checkpoint, {entry.fqn for entry in known})
+    return tuple(Finding.of("replicas-differ", f"{name}: {note}", severity=Severity.NOTE) for note in notes)
 
 
 def _all_differences(

@@ -43,7 +43,7 @@ class Summary(NamedTuple):
         others: paths of checkpoints beside the steps, or below a safetensors folder.
         errors: (path, message) of checkpoints of a folder that do not open.
         stats: statistics of the tensors of each checkpoint, if asked for; what they show is among its problems too.
-        notes: how the steps were found.
+        notes: how the steps were found; of a folder of several checkpoints what is wrong beside them.
     """
 
     path: str
@@ -58,7 +58,9 @@ class Summary(NamedTuple):
     def good(self) -> bool:
         """Whether everything that was looked at is whole and readable."""
         found = all(checkpoint.good for checkpoint in self.checkpoints)
-        return found and not self.errors and all(step.state.value in _FINE for step in self.steps)
+        return (
+            found and not (self.errors or errors(self.notes)) and all(step.state.value in _FINE for step in self.steps)
+        )
 
 
 def summarize(
@@ -114,13 +116,17 @@ def summarize(
     if not parts:
         raise not_a_checkpoint(location)
     wanted = itself or parts
-    opened, errors = _open_all(location, wanted)
+    opened, failed = _open_all(location, wanted)
     require_match(opened, keys, exclude)
     summaries = tuple(summarize_checkpoint(checkpoint, keys, exclude, chunks, depth, values) for checkpoint in opened)
     others = (part for part in parts if part not in wanted)
     paths = tuple(part_path(location, part) for part in others)
     summaries = _with_unmatched(summaries, opened, keys, exclude)
-    summary = Summary(location.storage.root, summaries, (), paths, errors)
+    beside = () if failed else _beside(location, wanted, opened)
+    if len(summaries) == 1:
+        problems = (*beside, *summaries[0].problems)
+        summaries, beside = (summaries[0]._replace(problems=problems, state=state_of(problems)),), ()
+    summary = Summary(location.storage.root, summaries, (), paths, failed, notes=beside)
     return _with_stats(summary, opened, threads, progress) if stats else summary
 
 
@@ -136,6 +142,16 @@ def _with_unmatched(
     told = (Finding.of("unmatched-glob", message) for message in notes)
     first, *rest = summaries
     return (first._replace(problems=(*first.problems, *told)), *rest)
+
+
+def _beside(location: Location, parts: Sequence[Part], opened: Sequence[Checkpoint]) -> tuple[Finding, ...]:
+    """Return the errors that the files beside the checkpoints of a folder show, where all of these are opened."""
+    names = [part.name for part in parts]
+    if names != [part.name for part in find_parts(location, below_whole=True)]:
+        return ()
+    from dcptool.ops.verify.judge import beside_step
+
+    return tuple(errors(beside_step(location, dict(zip(names, opened, strict=True)))))
 
 
 def _with_stats(

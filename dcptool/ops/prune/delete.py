@@ -18,6 +18,7 @@ from dcptool.ops.verify.verdict import DEFAULTS, State, VerifyOptions
 from dcptool.runs.activity import last_written, list_files, negative_sign
 from dcptool.runs.directory import Run
 from dcptool.storage import DirEntry, Progress, Storage, join, locate, walk
+from dcptool.words import listed
 
 _PATIENCE = (0.05, 0.2, 0.5, 1.0, 2.0)
 """Seconds to wait for what somebody else seems to be deleting to be gone."""
@@ -36,6 +37,7 @@ def delete_steps(
     options: VerifyOptions = DEFAULTS,
     *,
     proof: Level = Level.RECORDS,
+    finite: bool = False,
     progress: Progress | None = None,
 ) -> Deleted:
     """Delete the steps that a plan removes, the one saved first first, looking again at each just before.
@@ -50,13 +52,15 @@ def delete_steps(
         plan: as `make_plan` returns it.
         options: as the plan was made with.
         proof: how closely the newest step that is kept is looked at first.
+        finite: whether it must hold no NaN and no infinity, for which every byte of it is read.
         progress: told the number of bytes as they are read for that.
 
     Raises:
         CheckpointNotFoundError, StorageError: the run directory cannot be listed.
     """
     storage = locate(plan.run).storage
-    reason = _unproven(plan, options._replace(level=proof), progress) if plan.removed else ""
+    closely = options._replace(level=proof, finite=finite)
+    reason = _unproven(plan, closely, progress) if plan.removed else ""
     if reason:
         return Deleted((), 0, tuple((decision.name, reason) for decision in plan.removed))
     look = _Look(plan, storage, options)
@@ -87,6 +91,8 @@ def _unproven(plan: PrunePlan, options: VerifyOptions, progress: Progress | None
         verdict = judge(join(plan.run, plan.newest), options, progress)
     except DcptoolError as error:
         return f"{plan.newest}, the newest that is kept, cannot be looked at: {error.message}"
+    if verdict.not_finite:
+        return f"{plan.newest}, the newest that is kept, holds NaN or infinities: {listed(verdict.not_finite, 3)}"
     if state_of(verdict.findings) in ("complete", Effect.UNREAD.value):  # what is not looked into is not known bad
         return ""
     return f"{plan.newest}, the newest that is kept, is {verdict.state.value}: {verdict.reason}"

@@ -67,7 +67,7 @@ def names_of(run: Run) -> tuple[Mapping[str, str], Sequence[Finding]]:
     best = best_steps(run)
     if pointers.problems:
         raise StorageError(pointers.problems[0].message, next_step="Nothing is deleted: it may name a step.")
-    if best.problems and not best.named:
+    if best.problems and not best.named and not best.n_read:
         raise StorageError(
             best.problems[0].message,
             next_step="Nothing is deleted: it may name an older step. Move that file away to go on.",

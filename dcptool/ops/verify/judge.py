@@ -7,22 +7,23 @@ is as good as the worst of them, and has one marker for all.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding, inside, state_of, worst_first
+from dcptool.checkpoint.findings import Finding, errors, state_of, worst_first
 from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.steps import step_number
-from dcptool.checks.check import Level
 from dcptool.checks.side_files import SideFiles, look_at, patterns_of
 from dcptool.checks.steps import Resume, is_known, not_read, resume_of
 from dcptool.formats.detect import find_parts
-from dcptool.formats.marker import NAME, SAVING, Marker, checksum_problems, is_unfinished, marker_problems, read_marker
+from dcptool.formats.marker import NAME, SAVING, is_unfinished
 from dcptool.formats.table import beside
 from dcptool.frameworks.profile import SavedStep
+from dcptool.frameworks.table import is_needed
 from dcptool.frameworks.values import reader
 from dcptool.ops.verify.parts import FoundParts, check_parts
 from dcptool.ops.verify.verdict import DEFAULTS, MADE_HERE, State, Verdict, VerifyOptions
+from dcptool.ops.verify.vouched import look_for_vouchers
 from dcptool.runs.activity import folders_of, last_written, left_behind, list_files, sign_of_writing
 from dcptool.storage import Location, Progress, base_name, locate
 
@@ -49,27 +50,34 @@ def judge(
     listing = list_files(location)
     files = {name: entry.nbytes for name, entry in listing.items()}
     names = [""] if location.file is not None else [part.name for part in find_parts(location, below_whole=True)]
-    marker, problems = _markers(location, files, names, options)
-    valid = marker is not None and not problems
+    vouched = look_for_vouchers(location, files, names, options)
+    marker, problems = vouched.marker, list(vouched.of_markers)
+    valid = marker is not None and not errors(problems)
     saved = SavedStep(base_name(location.path), files, {}, reader(location.storage, files))
     by_files = location.file is None and not names and is_known(saved)
     found = FoundParts() if by_files else check_parts(location, names, listing, options, progress, opened)
     problems += found.findings
+    about_marker = _is_about_marker(problems)
+    problems += _not_told(vouched.of_manifests, problems)
     saved = saved._replace(parts=found.opened)
     side_files = SideFiles()
     resume = Resume()
     if by_files or (found.opened and location.file is None):
-        side_files = _look_beside(location, saved, options)
-        made_here = valid and marker and marker.writer in MADE_HERE
-        resume, missing = resume_of(saved, side_files.names, as_it_is=bool(made_here))
+        side_files = _look_beside(location, saved, options, vouched.files)
+        made_here = marker is not None and valid and marker.writer in MADE_HERE
+        resume, missing = resume_of(saved, side_files.names, as_it_is=made_here)
         problems += [*side_files.findings, *missing]
-        problems += not_read(saved, side_files, options.level) if by_files else []
+        problems += not_read(saved, side_files, options.depth) if by_files else []
+    not_finite = (*found.not_finite, *side_files.not_finite)
+    if options.finite and by_files and not side_files.n_seen:
+        message = "whether its tensors are finite is not known: dcptool reads none of them"
+        problems.append(Finding.of("finite-unknown", message))
     problems += [_missing_part(name) for name in options.require if not _is_there(name, files)]
     problems += [_unfinished(location.path)] if is_unfinished(files) else []
     problems += [_left_behind(name) for name in left_behind(location, folders_of(names))]
     if valid and marker and marker.writer:  # it vouches for names, sizes and metadata; file times are no hint then
         problems = [problem for problem in problems if problem.kind != "mixed-times"]
-    if options.require_marker and marker is None and not _is_about_marker(problems):
+    if options.require_marker and marker is None and not about_marker:
         message = f"there is no marker {options.marker}"
         named = f"--marker {options.marker} " if options.marker != NAME else ""
         step = f"dcptool mark {named}{location.path}"
@@ -89,48 +97,57 @@ def judge(
         len(files),
         sum(files.values()),
         last_written(location, listing),
-        options.level,
+        options.depth,
         found.tally,
         resume,
         tuple(dict.fromkeys(fqn.partition(".")[0] for part in found.opened.values() for fqn in part)),
         side_files,
         patterns_of(files, options.marker),
+        _are_finite(problems, not_finite) if options.finite else None,
+        not_finite,
+        vouched.manifests,
     )
 
 
-def _look_beside(location: Location, step: SavedStep, options: VerifyOptions) -> SideFiles:
-    """Look at the files of a step that no checkpoint in it uses."""
-    used = {f"{part}/{name}" if part else name for part, found in step.parts.items() for name in found.usage}
-    files = {name: step.files[name] for name in beside(step.files, options.marker) if name not in used}
-    return look_at(location.storage, files, options.level, options.threads)
+def beside_step(location: Location, opened: Mapping[str, Checkpoint]) -> list[Finding]:
+    """Return what is wrong with the files beside the checkpoints of a step, and what is missing, by a quick look.
 
-
-def _markers(
-    location: Location, files: Mapping[str, int], parts: Sequence[str], options: VerifyOptions
-) -> tuple[Marker | None, list[Finding]]:
-    """Read the markers of a folder and of its parts, and compare them with what is there.
-
-    Returns:
-        The marker of the folder; if it has none, but each of its parts has, that of the first. And what is wrong with
-        any of them.
+    Args:
+        location: the step's folder.
+        opened: all checkpoints in it, by their place there.
     """
-    markers: dict[str, Marker] = {}
-    problems: list[Finding] = []
-    for folder in folders_of(parts):
-        prefix = f"{folder}/" if folder else ""
-        storage = location.storage.below(folder) if folder else location.storage
-        there = {name.removeprefix(prefix): nbytes for name, nbytes in files.items() if name.startswith(prefix)}
-        marker, wrong = read_marker(storage, there, options.marker)
-        if marker:
-            markers[folder] = marker._replace(name=prefix + marker.name)
-            wrong += marker_problems(marker, storage, there)
-            wrong += checksum_problems(marker, storage, there) if options.level >= Level.DEEP else []
-        problems += [inside(folder, finding) for finding in wrong]
-    covered = [next((folder for folder in folders_of([part]) if folder in markers), None) for part in parts]
-    first = next((folder for folder in covered if folder is not None), None)
-    if "" in markers:
-        return markers[""], problems
-    return (markers[first] if first is not None and None not in covered else None), problems
+    files = {name: entry.nbytes for name, entry in list_files(location).items()}
+    step = SavedStep(base_name(location.path), files, opened, reader(location.storage, files))
+    vouched = look_for_vouchers(location, files, list(opened), DEFAULTS)
+    side_files = _look_beside(location, step, DEFAULTS, vouched.files)
+    marker = vouched.marker
+    made_here = marker is not None and not errors(vouched.of_markers) and marker.writer in MADE_HERE
+    _, missing = resume_of(step, side_files.names, as_it_is=made_here)
+    return [*side_files.findings, *missing]
+
+
+def _are_finite(problems: Sequence[Finding], not_finite: Sequence[str]) -> bool | None:
+    """Tell whether all values are finite; None if there is reason to think that not all were seen."""
+    if not_finite:
+        return False
+    unseen = any(finding.kind == "finite-unknown" for finding in problems)
+    return None if unseen or state_of(problems) not in (State.COMPLETE, State.UNMARKED) else True
+
+
+def _look_beside(
+    location: Location, step: SavedStep, options: VerifyOptions, vouched_for: Collection[str]
+) -> SideFiles:
+    """Look at the files of a step that no checkpoint in it uses; some trainers' have names that DCP has itself."""
+    used = {f"{part}/{name}" if part else name for part, found in step.parts.items() for name in found.usage}
+    names = {*beside(step.files, options.marker), *filter(is_needed, step.files)} - used
+    files = {name: nbytes for name, nbytes in step.files.items() if name in names}
+    return look_at(location.storage, files, options.depth, options.threads, vouched_for, options.finite)
+
+
+def _not_told(findings: Iterable[Finding], told: Iterable[Finding]) -> list[Finding]:
+    """Return what manifests show, without files that are known to be missing or short."""
+    known = {(finding.kind, finding.file) for finding in told if finding.traits.effect is Effect.INCOMPLETE}
+    return [finding for finding in findings if (finding.kind, finding.file) not in known]
 
 
 def _is_about_marker(problems: Iterable[Finding]) -> bool:

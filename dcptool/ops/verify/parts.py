@@ -33,6 +33,7 @@ class FoundParts(NamedTuple):
     tally: Tally = Tally()
     other: bool = False
     opened: Mapping[str, Checkpoint] = MappingProxyType({})
+    not_finite: tuple[str, ...] = ()
 
 
 def check_parts(
@@ -58,6 +59,7 @@ def check_parts(
     kept: dict[str, Checkpoint] = {}
     problems: list[Finding] = []
     tally = Tally()
+    not_finite: list[str] = []
     used: set[str] = set()
     for name in names:
         if name in used and not _has_metadata(listing, name):  # where the checkpoint above keeps its data files
@@ -78,8 +80,9 @@ def check_parts(
             reports.append(PartReport(name, checkpoint.format.name, checkpoint.flavour, *sizes, checkpoint.save_id))
             problems += [inside(name, finding) for finding in report.findings]
             tally = tally.plus(report.tally)
+            not_finite += [f"{name}: {fqn}" if name else fqn for fqn in report.not_finite]
             kept[name] = checkpoint
-    return FoundParts(tuple(reports), tuple(problems), tally, opened=kept)
+    return FoundParts(tuple(reports), tuple(problems), tally, opened=kept, not_finite=tuple(not_finite))
 
 
 def _other(kind: str, message: str, step: str = "") -> FoundParts:
@@ -96,7 +99,8 @@ def _check(
     prefix = f"{name}/" if name else ""
     times = {key.removeprefix(prefix): entry.mtime for key, entry in listing.items() if key.startswith(prefix)}
     written = {key: mtime for key, mtime in times.items() if mtime is not None}
-    return check(checkpoint, options.level, written=written, threads=options.threads, progress=progress)
+    threads, finite = options.threads, options.finite
+    return check(checkpoint, options.depth, finite=finite, written=written, threads=threads, progress=progress)
 
 
 def _unopened(location: Location, name: str, listing: Mapping[str, DirEntry], error: DcptoolError) -> Finding:

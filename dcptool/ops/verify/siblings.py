@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
+from dcptool.checks.side_files import may_be_lacking
 from dcptool.checks.steps import Resume
 from dcptool.formats.marker import is_of_save
 from dcptool.frameworks.table import is_regular, resuming_groups
@@ -103,6 +104,7 @@ def has_optimizer(groups: Iterable[str]) -> bool:
 def lacking_files(verdict: Verdict, n_others: int, common: Collection[str]) -> Verdict:
     """Return the verdict on a whole step beside others, which all have files of the patterns `common` beside them."""
     lacks = sorted(set(common) - set(verdict.patterns))
+    lacks = [pattern for pattern in lacks if may_be_lacking(pattern, verdict.world_size)]
     if not lacks or not verdict.whole or verdict.resumable is False:
         return verdict
     trainer = verdict.resume.framework

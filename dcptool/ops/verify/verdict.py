@@ -6,7 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding, cannot_be_read
-from dcptool.checkpoint.kinds import Severity
+from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checkpoint.steps import step_number
 from dcptool.checks.check import Level
 from dcptool.checks.items import Tally
@@ -55,6 +55,7 @@ class VerifyOptions(NamedTuple):
         also: further folders that hold other parts of the same save.
         threads: how many read at the same time, None for the number of processors.
         by: "number" or "time" to order the steps of a run by these alone; None for the order that markers tell.
+        finite: whether a step with tensors that hold NaN or infinities is to be told; every byte is read for it.
     """
 
     level: Level = Level.METADATA
@@ -65,6 +66,12 @@ class VerifyOptions(NamedTuple):
     also: tuple[str, ...] = ()
     threads: int | None = None
     by: str | None = None
+    finite: bool = False
+
+    @property
+    def depth(self) -> Level:
+        """How closely is looked: as `level` says, or at every byte if values are asked for."""
+        return Level.DEEP if self.finite else self.level
 
 
 DEFAULTS = VerifyOptions()
@@ -80,6 +87,15 @@ class PartReport(NamedTuple):
     n_tensors: int
     n_objects: int
     save_id: str | None
+
+
+class ManifestReport(NamedTuple):
+    """A manifest beside a checkpoint: how many files it lists, and how many of them were compared with it."""
+
+    name: str
+    algorithm: str
+    n_files: int
+    n_compared: int
 
 
 class Verdict(NamedTuple):
@@ -101,6 +117,9 @@ class Verdict(NamedTuple):
         groups: first parts of the names of its entries.
         side_files: files beside the checkpoints in it.
         patterns: names of such files, with the numbers in them taken out, to compare with other steps.
+        finite: whether all values of its tensors are finite numbers; None if that was not asked, or not all were seen.
+        not_finite: names of tensors with values that are not, "PART: FQN" of those in a part.
+        manifests: those of other software in it that could be read.
     """
 
     path: str
@@ -119,6 +138,9 @@ class Verdict(NamedTuple):
     groups: tuple[str, ...] = ()
     side_files: SideFiles = SideFiles()
     patterns: frozenset[str] = frozenset()
+    finite: bool | None = None
+    not_finite: tuple[str, ...] = ()
+    manifests: tuple[ManifestReport, ...] = ()
 
     @property
     def resumable(self) -> bool | None:
@@ -142,10 +164,12 @@ class Verdict(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The worst finding in one line, that it is being written before all others; "" if all are notes."""
+        """The worst finding in one line, that it is being written or unsafe before all others; "" if all are notes."""
         telling = [finding for finding in self.findings if finding.severity is not Severity.NOTE]
         if self.state is State.IN_PROGRESS:
             telling.sort(key=lambda finding: finding.kind != "being-written")
+        elif self.state is State.UNSAFE:
+            telling.sort(key=lambda finding: finding.traits.effect is not Effect.UNSAFE)
         worst = telling[0] if telling else None
         return worst.message if worst else ""
 

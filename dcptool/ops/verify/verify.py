@@ -14,7 +14,7 @@ from dcptool.ops.verify.siblings import compare_steps
 from dcptool.ops.verify.verdict import DEFAULTS, State, Verdict, VerifyOptions, unreadable
 from dcptool.runs.activity import exists
 from dcptool.runs.directory import Run, run_at
-from dcptool.runs.order import Save, contradiction, in_order, later_by_time
+from dcptool.runs.order import Save, branch_note, in_order, later_by_time
 from dcptool.storage import Progress, join, locate
 
 
@@ -27,6 +27,7 @@ class VerifyReport(NamedTuple):
         verdicts: of the checkpoint, or of each step, the one saved first first.
         notes: what is odd about the run as a whole, and how its steps were found where names do not tell.
         later: complete steps that were written after the newest complete one by what times say, the last one first.
+        finite: whether it was asked for values that are not finite.
     """
 
     path: str
@@ -34,12 +35,13 @@ class VerifyReport(NamedTuple):
     verdicts: tuple[Verdict, ...]
     notes: tuple[Finding, ...] = ()
     later: tuple[str, ...] = ()
+    finite: bool = False
 
     @property
     def good(self) -> bool:
-        """Whether all are complete; in a run directory some may be in progress."""
+        """Whether all are complete and hold no NaN or infinity, if that was asked; in a run some may be in progress."""
         fine = {State.COMPLETE, State.IN_PROGRESS} if self.is_run else {State.COMPLETE}
-        return all(verdict.state in fine for verdict in self.verdicts)
+        return all(verdict.state in fine and not verdict.not_finite for verdict in self.verdicts)
 
 
 def verify(
@@ -82,9 +84,10 @@ def verify(
     if load:
         verdicts = tuple(loaded(verdict, trust, progress) for verdict in verdicts)
     if run is None:
-        return VerifyReport(location.path, False, verdicts)
+        return VerifyReport(location.path, False, verdicts, finite=options.finite)
     odd, later = _saved_later(run, saves, verdicts, options)
-    return VerifyReport(run.path, True, verdicts, (*odd, *run.notes), later)
+    notes = (*odd, *branch_note(run, saves), *run.notes)
+    return VerifyReport(run.path, True, verdicts, notes, later, options.finite)
 
 
 def _saved_later(
@@ -96,7 +99,7 @@ def _saved_later(
     if newest is None or options.by:
         return (), ()
     later = [save for save in later_by_time(run, saves, newest.name, options.marker) if save.name in complete]
-    return tuple(contradiction(save, newest) for save in later[:1]), tuple(save.name for save in later)
+    return tuple(save.contradiction for save in later[:1]), tuple(save.name for save in later)
 
 
 def loaded(verdict: Verdict, trust: bool, progress: Progress | None = None) -> Verdict:
@@ -137,4 +140,4 @@ def judge_step(run: Run, name: str, options: VerifyOptions, progress: Progress |
     except CheckpointNotFoundError:
         return None
     except StorageError as error:
-        return unreadable(path, error, options.level)
+        return unreadable(path, error, options.depth)

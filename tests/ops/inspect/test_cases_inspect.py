@@ -272,3 +272,30 @@ def test_r62_codecs_are_shown_and_unknown_ones_are_no_damage(tmp_path):
     assert "state       complete" in done.stdout
     assert "items went through vendor.codec" in done.stdout
     assert re.search(r"^note: 1 object of __0_0\.distcp cannot be read; .*vendor\.codec", done.stdout, re.MULTILINE)
+
+
+class TestBeside:
+    """A step is judged with the files beside its checkpoints, as `verify` judges it."""
+
+    @pytest.mark.parametrize("how", ["missing", "cut", "empty"])
+    def test_n41_what_is_wrong_beside_a_checkpoint_is_wrong_with_the_step(self, tmp_path, how):
+        step = copy(FOREIGN / "megatron_tp2" / "iter_0000010", tmp_path / "iter_0000010")
+        assert summary(step).good
+        common = step / "common.pt"
+        if how == "missing":
+            common.unlink()
+        else:
+            common.write_bytes(common.read_bytes()[: 700 * (how == "cut")])
+        done = run("inspect", step)
+        assert done.returncode == 1
+        assert "state       incomplete" in done.stdout
+        assert "error: common.pt is" in done.stdout
+
+    def test_of_several_checkpoints_it_stands_above_them(self, tmp_path):
+        step = copy(FOREIGN / "accelerate_fsdp2", tmp_path / "checkpoint_0")
+        assert dcptool.summarize(step).good
+        (step / "random_states_0.pkl").unlink()
+        found = dcptool.summarize(step)
+        assert not found.good
+        assert [note.file for note in found.notes] == ["random_states_0.pkl"]
+        assert "error: random_states_0.pkl is missing" in run("inspect", step).stdout
