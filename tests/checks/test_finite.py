@@ -13,21 +13,23 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
 
-import dcptool
-from dcptool import Level, VerifyOptions
-from dcptool.checkpoint import dtypes
-from dcptool.checkpoint.kinds import Severity
-from dcptool.checkpoint.numbers import array_dtype, can_be_not_finite, not_finite, plain_numbers
-from dcptool.ops.verify.judge import judge
-from dcptool.ops.verify.verdict import State
-from dcptool.storage.local import LocalStorage
-from tests import damage
-from tests.conftest import FOREIGN, ROOT, UNREAD, run
-from tests.run_steps import latest, names
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+import dcptool  # noqa: E402
+from dcptool import Level, VerifyOptions  # noqa: E402
+from dcptool.checkpoint import dtypes  # noqa: E402
+from dcptool.checkpoint.kinds import Severity  # noqa: E402
+from dcptool.checkpoint.numbers import array_dtype, can_be_not_finite, not_finite, plain_numbers  # noqa: E402
+from dcptool.ops.verify.judge import judge  # noqa: E402
+from dcptool.ops.verify.verdict import State  # noqa: E402
+from dcptool.storage.local import LocalStorage  # noqa: E402
+from tests import damage  # noqa: E402
+from tests.conftest import FOREIGN, ROOT, UNREAD, run  # noqa: E402
+from tests.run_steps import latest, names  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 FINITE = VerifyOptions(finite=True)

@@ -14,16 +14,18 @@ import sys
 import types
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
-import dcptool
-from dcptool.checkpoint.kinds import Severity
-from dcptool.checks.check import Level
-from dcptool.errors import DcptoolError, UnsupportedError
-from dcptool.ops.verify.verdict import State
-from tests.conftest import NOT_LOOKED_INTO, OLD, foreign_tensors, part, run
-from tests.damage import flip_byte
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+
+import dcptool  # noqa: E402
+from dcptool.checkpoint.kinds import Severity  # noqa: E402
+from dcptool.checks.check import Level  # noqa: E402
+from dcptool.errors import DcptoolError, UnsupportedError  # noqa: E402
+from dcptool.ops.verify.verdict import State  # noqa: E402
+from tests.conftest import NOT_LOOKED_INTO, OLD, foreign_tensors, part, run  # noqa: E402
+from tests.damage import flip_byte  # noqa: E402
 
 DCP = [found for found in NOT_LOOKED_INTO if found.path.is_dir()]
 

@@ -22,16 +22,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
-from safetensors.torch import save_file
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-import dcptool
-from dcptool.checks.check import Level
-from dcptool.errors import DcptoolError
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader  # noqa: E402
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata  # noqa: E402
+
+import dcptool  # noqa: E402
+from dcptool.checks.check import Level  # noqa: E402
+from dcptool.errors import DcptoolError  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -9,16 +9,18 @@ import shutil
 import time
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-import dcptool
-from dcptool.checks.check import Level
-from dcptool.formats.dcp.metadata import read_records
-from dcptool.ops.verify.verdict import State
-from tests.conftest import OLD, run
-from tests.damage import edit_metadata
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: E402
+
+import dcptool  # noqa: E402
+from dcptool.checks.check import Level  # noqa: E402
+from dcptool.formats.dcp.metadata import read_records  # noqa: E402
+from dcptool.ops.verify.verdict import State  # noqa: E402
+from tests.conftest import OLD, run  # noqa: E402
+from tests.damage import edit_metadata  # noqa: E402
 
 MOST_SECONDS = 10.0
 

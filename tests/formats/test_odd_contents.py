@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from safetensors import safe_open
 
-import dcptool
-from dcptool.checks.check import Level
-from dcptool.ops.verify.verdict import State
-from tests.conftest import run
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+
+import dcptool  # noqa: E402
+from dcptool.checks.check import Level  # noqa: E402
+from dcptool.ops.verify.verdict import State  # noqa: E402
+from tests.conftest import run  # noqa: E402
 
 ROOTS = {
     "a tensor": torch.arange(3.0),

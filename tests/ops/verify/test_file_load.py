@@ -9,14 +9,16 @@ import types
 
 import numpy as np
 import pytest
-import torch
-from safetensors.numpy import save_file
 
-import dcptool
-from dcptool.errors import UnsupportedError
-from dcptool.ops.verify.verdict import State
-from tests.conftest import part, run
-from tests.damage import copy, flip_byte
+torch = pytest.importorskip("torch")
+
+from safetensors.numpy import save_file  # noqa: E402
+
+import dcptool  # noqa: E402
+from dcptool.errors import UnsupportedError  # noqa: E402
+from dcptool.ops.verify.verdict import State  # noqa: E402
+from tests.conftest import part, run  # noqa: E402
+from tests.damage import copy, flip_byte  # noqa: E402
 
 
 def loaded(path, trust=False):
