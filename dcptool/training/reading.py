@@ -44,7 +44,7 @@ _AHEAD_NBYTES = 32 << 20
 _HELD_NBYTES = 64 << 20
 """Bytes read ahead, all together."""
 _AHEAD_PER_THREAD = 8
-_BAND_NBYTES = 4 << 20
+_BAND_NBYTES = 1 << 20
 """What a thread takes at once of an item that several read together."""
 _DECODED_NBYTES = 64 << 20
 """A compressed chunk may always have this many bytes once it is not."""
