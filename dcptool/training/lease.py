@@ -87,6 +87,7 @@ class RunLease:
         with self._lock:
             if self.lost:
                 raise TrainingError(self.lost)
+            began = _now()
             found = self._file.read()
             fresh = _now() - self._confirmed <= self.seconds
             if found is None and fresh and self._first:  # somebody removed the file; nobody can have taken it over
@@ -100,7 +101,7 @@ class RunLease:
             if found and self._first and time.time() - found.renewed >= self.seconds / _RENEWALS:
                 self._held = self._held._replace(renewed=time.time())
                 self._file.renew(self._held, found)
-            self._confirmed = _now()
+            self._confirmed = began  # not now: this process may have stood still since it looked
 
     def release(self) -> None:
         """Give the lease back, if it is ours; can be called again."""

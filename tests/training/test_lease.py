@@ -298,6 +298,31 @@ def test_a_job_that_stood_still_notices_and_marks_nothing(tmp_path, where, ended
         assert dcptool.verify(root / step, DEEP).good
 
 
+def test_a_job_that_stood_still_while_it_looked_notices_too(tmp_path, monkeypatch):
+    """It has read its own lease, stands still, and goes on when the second job has come and gone."""
+    import dcptool.training.lease as module
+
+    clock = [0.0]
+    monkeypatch.setattr(module, "_now", lambda: clock[0])
+    with CheckpointManager(tmp_path, lease_seconds=5.0) as manager:
+        manager.save(1, tagged(1.0))
+        lease = manager._lease
+        lease._ended.set()  # nobody else renews it
+        read = lease._file.read
+
+        def read_and_stand_still():
+            found = read()
+            clock[0] += 60
+            lease._file.remove()
+            return found
+
+        monkeypatch.setattr(lease._file, "read", read_and_stand_still)
+        lease.confirm()
+        monkeypatch.setattr(lease._file, "read", read)
+        with pytest.raises(TrainingError, match="taken over"):
+            lease.confirm()
+
+
 def train_and_save(root: str, tag: float, seconds: float, first: int, count: int) -> None:
     """What each rank of a job under torchrun does; says what it was told."""
     import torch.distributed as dist
