@@ -216,7 +216,7 @@ class _LeaseFile:
     def replace(self, lease: Lease, old: Lease, make_space: Callable[[], None]) -> bool:
         if self.read() != old:
             return False
-        with suppress(FileNotFoundError), translated(self._path, StorageError, writes=True):
+        with translated(self._path, StorageError, writes=True), suppress(FileNotFoundError):  # another was faster
             os.unlink(self._path)
         return self.create(lease, make_space)
 
