@@ -112,6 +112,7 @@ class Pair(NamedTuple):
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.filterwarnings("ignore:Pickle, copy, and deepcopy support:DeprecationWarning")
 def test_values_of_common_packages_and_classes_of_the_job_are_fine(protocol):
     values = [
         {1, 2}, frozenset({3}), 1 + 2j, range(3), slice(1), bytearray(b"x"), b"bytes", ...,
