@@ -88,7 +88,8 @@ def look_at(
     Args:
         storage: of the step.
         files: bytes of each, by its name there.
-        level: METADATA reads a file's beginning and its end; RECORDS pickles too; DEEP every byte of zips.
+        level: METADATA reads a file's beginning and its end, and pickles of small ones, which are read whole by that;
+            RECORDS every pickle; DEEP every byte of zips.
         threads: how many read at the same time; None for the number of processors.
         vouched_for: files that a marker or a manifest has a digest of.
         finite: at level DEEP, whether the values of tensors in files of torch.save are looked at.
@@ -112,33 +113,41 @@ def look_at(
     return SideFiles(tuple(names), findings, len(unproven), unproven_nbytes, not_finite, n_seen)
 
 
-def patterns_of(files: Iterable[str], marker: str) -> frozenset[str]:
-    """Return the names of files that lie beside the checkpoints of a step, with the numbers in them taken out.
+class FilePattern(NamedTuple):
+    """A name of files beside the checkpoints of a step, to compare with other steps.
 
-    Only those of kinds that trainers keep state in: other files may come and go. Numbers stay where a trainer gives a
-    file the same one in each step. Where each rank that wrote data has a file, that is a pattern too.
+    Attributes:
+        form: the name with the numbers in it taken out; with them where a trainer gives a file the same in each step.
+        n_ranks: that each of so many ranks has such a file; 0 if no number in it is a rank's.
+    """
+
+    form: str
+    n_ranks: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.form} of each of {self.n_ranks} ranks" if self.n_ranks else self.form
+
+
+def patterns_of(files: Iterable[str], marker: str) -> frozenset[FilePattern]:
+    """Return the patterns of files that lie beside the checkpoints of a step.
+
+    Only those of kinds that trainers keep state in: other files may come and go.
     """
     files = list(files)
     names = beside((name for name in files if name.endswith(_OF_STATE)), marker)
-    found = {name if is_regular(name) else re.sub(r"\d+", "N", name) for name in names}
+    found = {FilePattern(name if is_regular(name) else re.sub(r"\d+", "N", name)) for name in names}
     n_ranks = 1 + max((rank for name in files if (rank := data_file_rank(base_name(name))) is not None), default=0)
     return frozenset(found | _of_each_rank((name for name in names if not is_regular(name)), n_ranks))
 
 
-def _of_each_rank(names: Iterable[str], n_ranks: int) -> set[str]:
+def _of_each_rank(names: Iterable[str], n_ranks: int) -> set[FilePattern]:
     """Return a pattern for each number in names that is that of every rank; none of a single rank."""
     numbers: dict[str, set[int]] = {}
     for name in names:
         for match in _NUMBER.finditer(name):
             numbers.setdefault(f"{name[: match.start()]}N{name[match.end() :]}", set()).add(int(match[0]))
     every = set(range(n_ranks))
-    return {f"{form} of each of {n_ranks} ranks" for form, found in numbers.items() if n_ranks > 1 and found >= every}
-
-
-def may_be_lacking(pattern: str, n_ranks: int | None) -> bool:
-    """Tell whether a step of so many ranks, None if unknown, lacks a pattern that others have and it has not."""
-    match = re.search(r" of each of (\d+) ranks$", pattern)
-    return match is None or int(match[1]) == n_ranks
+    return {FilePattern(form, n_ranks) for form, found in numbers.items() if n_ranks > 1 and found >= every}
 
 
 def _look_at(storage: Storage, name: str, nbytes: int, level: Level, finite: bool) -> _FileReport:
@@ -167,6 +176,9 @@ def _problems(storage: Storage, name: str, nbytes: int, level: Level, finite: bo
             return _FileReport(False, [Finding.of("lfs-pointer", message, name, next_step=GET_LFS_FILES)])
         if name.endswith(".json"):
             return _FileReport(False, _json_problems(file, name, nbytes))
+        if level < Level.RECORDS and nbytes <= _SMALL_NBYTES and (problems := _runs(file, name)):  # it is here already
+            return _FileReport(False, problems)
+        file.seek(0)
         if start.startswith(_ZIP):
             return _look_at_zip(storage, file, name, nbytes, level, finite)
         if start.startswith(_PICKLE) and not is_legacy(start):

@@ -16,7 +16,7 @@ from dcptool.errors import (
     StorageError,
     UnsupportedError,
 )
-from dcptool.formats.dcp.copies import is_copy
+from dcptool.formats.dcp.copy_folders import is_copy
 from dcptool.formats.dcp.metadata import check_pickle_start
 from dcptool.formats.dcp.reader import megatron_backend
 from dcptool.formats.others import looks_like

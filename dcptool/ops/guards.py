@@ -207,10 +207,9 @@ def source_notes(checkpoint: Checkpoint, selection: Selection, unproven: Collect
         told.append(f"not part of the output, copy it if it is needed: {', '.join(beside)}")
     names = {item.entry.fqn: item.name for item in selection.in_order}
     told += apart_notes(checkpoint, names)
-    doubled = [found.fqn for found in checkpoint.problems if found.kind == "duplicate-name" and found.fqn in names]
-    if doubled:
-        first = checkpoint.problems[[found.fqn for found in checkpoint.problems].index(doubled[0])]
-        told.append(f"{first.message}: {names[doubled[0] or '']!r}")
+    doubled = next((one for one in checkpoint.problems if one.kind == "duplicate-name" and one.fqn in names), None)
+    if doubled and doubled.fqn:
+        told.append(f"{doubled.message}: {names[doubled.fqn]!r}")
     if unproven:
         n_all = len(selection.tensors)
         which = f"all {n_all:,}" if len(unproven) == n_all else f"{len(unproven):,} of {n_all:,}"

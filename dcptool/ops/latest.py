@@ -9,7 +9,7 @@ from typing import NamedTuple
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
 from dcptool.checks.check import Level
-from dcptool.checks.side_files import patterns_of
+from dcptool.checks.side_files import FilePattern, patterns_of
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError
 from dcptool.formats.detect import find_parts, open_part
 from dcptool.formats.marker import is_of_save, marker_in
@@ -194,7 +194,7 @@ class _Sibling(NamedTuple):
 
     name: str
     parts: frozenset[str]
-    patterns: frozenset[str]
+    patterns: frozenset[FilePattern]
 
     def groups(self, storage: Storage) -> frozenset[str]:
         """Open its parts, and return the first parts of the names of their entries."""

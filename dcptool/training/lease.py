@@ -44,7 +44,7 @@ class RunLease:
         self._lock = threading.Lock()  # of the thread that renews, and the one that saves
         self._held = mine("", seconds)
         self._confirmed = 0.0
-        self._first = False
+        self._is_holder = False
         self._ended = threading.Event()
 
     def hold(self, make_space: Callable[[], None]) -> bool:
@@ -74,7 +74,7 @@ class RunLease:
 
     def join(self, owner: str) -> None:
         """Take note that rank 0 holds the lease under this id; nothing on rank 0 itself."""
-        if not self._first:
+        if not self._is_holder:
             self.id, self._confirmed = owner, _now()
 
     def confirm(self) -> None:
@@ -90,7 +90,7 @@ class RunLease:
             began = _now()
             found = self._file.read()
             fresh = _now() - self._confirmed <= self.seconds
-            if found is None and fresh and self._first:  # somebody removed the file; nobody can have taken it over
+            if found is None and fresh and self._is_holder:  # somebody removed the file; nobody can have taken it over
                 self._held = self._held._replace(renewed=time.time())
                 self._file.create(self._held, lambda: None)
                 found = self._file.read()
@@ -98,7 +98,7 @@ class RunLease:
                 who = f"{found.holder()}, holds it now" if found else "and that job has ended"
                 self.lost = f"{self.root} was taken over while this job did not renew its lease: {who}"
                 raise TrainingError(self.lost, next_step="This job saves no more: end it.")
-            if found and self._first and time.time() - found.renewed >= self.seconds / _RENEWALS:
+            if found and self._is_holder and time.time() - found.renewed >= self.seconds / _RENEWALS:
                 self._held = self._held._replace(renewed=time.time())
                 self._file.renew(self._held, found)
             self._confirmed = began  # not now: this process may have stood still since it looked
@@ -107,12 +107,12 @@ class RunLease:
         """Give the lease back, if it is ours; can be called again."""
         self._ended.set()
         with self._lock:
-            if self._first and not self.lost:
+            if self._is_holder and not self.lost:
                 with suppress(DcptoolError):
                     found = self._file.read()
                     if found and found.id == self.id:
                         self._file.remove()
-            self.id, self._first = "", False
+            self.id, self._is_holder = "", False
 
     def _take(self, wanted: Lease, make_space: Callable[[], None]) -> None:
         began = changed = time.monotonic()
@@ -141,7 +141,7 @@ class RunLease:
         there = self._file.read()
         if there is None or there.id != wanted.id:
             raise _refused(self.root, there or wanted)
-        self.id, self._held, self._first, self._confirmed = wanted.id, wanted, True, _now()
+        self.id, self._held, self._is_holder, self._confirmed = wanted.id, wanted, True, _now()
 
     def _renew_until_it_ends(self) -> None:
         said = False

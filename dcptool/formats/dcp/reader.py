@@ -17,7 +17,7 @@ from dcptool.checkpoint.format import Variant
 from dcptool.checkpoint.regions import volume
 from dcptool.errors import CheckpointNotFoundError, MetadataError, RunsCodeError, StorageError, UnsupportedError
 from dcptool.formats.dcp.build import View, build
-from dcptool.formats.dcp.copies import WithCopies, copies_note, find_copies
+from dcptool.formats.dcp.copy_folders import WithCopies, copies_note, find_copies
 from dcptool.formats.dcp.format import DCP, METADATA, data_file_rank, metadata_names, metadata_rank, rank_metadata
 from dcptool.formats.dcp.items import DcpSource
 from dcptool.formats.dcp.metadata import Records, check_pickle_start, read_records

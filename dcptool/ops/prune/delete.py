@@ -43,10 +43,10 @@ def delete_steps(
     """Delete the steps that a plan removes, the one saved first first, looking again at each just before.
 
     Nothing is deleted unless the newest complete step that is kept passes a check. A step's marker and metadata go
-    first, so that one half deleted never looks complete. A step is left alone if it
-    changed since the plan was made, if a pointer or a link in a kept step leads to it now, or if no kept step that is
-    newer (for one that was not whole: none at all) is complete any more. What cannot be deleted is refused too, and
-    the others go on. What somebody else deletes meanwhile counts as gone.
+    first, so that one half deleted never looks complete. A step is left alone if it changed since the plan was made, if
+    a pointer or a link in a kept step leads to it now, or if no kept step that is newer (for one that was not whole:
+    none at all) is complete any more. What cannot be deleted is refused too, and the others go on. What somebody else
+    deletes meanwhile counts as gone.
 
     Args:
         plan: as `make_plan` returns it.

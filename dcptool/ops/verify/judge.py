@@ -7,10 +7,10 @@ is as good as the worst of them, and has one marker for all.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding, errors, state_of, worst_first
+from dcptool.checkpoint.findings import Finding, state_of, worst_first
 from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.steps import step_number
 from dcptool.checks.side_files import SideFiles, look_at, patterns_of
@@ -23,7 +23,7 @@ from dcptool.frameworks.table import is_needed
 from dcptool.frameworks.values import reader
 from dcptool.ops.verify.parts import FoundParts, check_parts
 from dcptool.ops.verify.verdict import DEFAULTS, MADE_HERE, State, Verdict, VerifyOptions
-from dcptool.ops.verify.vouched import look_for_vouchers
+from dcptool.ops.verify.vouched import Vouched, look_for_vouchers
 from dcptool.runs.activity import folders_of, last_written, left_behind, list_files, sign_of_writing
 from dcptool.storage import Location, Progress, base_name, locate
 
@@ -52,7 +52,7 @@ def judge(
     names = [""] if location.file is not None else [part.name for part in find_parts(location, below_whole=True)]
     vouched = look_for_vouchers(location, files, names, options)
     marker, problems = vouched.marker, list(vouched.of_markers)
-    valid = marker is not None and not errors(problems)
+    valid = vouched.is_valid
     saved = SavedStep(base_name(location.path), files, {}, reader(location.storage, files))
     by_files = location.file is None and not names and is_known(saved)
     found = FoundParts() if by_files else check_parts(location, names, listing, options, progress, opened)
@@ -60,13 +60,10 @@ def judge(
     about_marker = _is_about_marker(problems)
     problems += _not_told(vouched.of_manifests, problems)
     saved = saved._replace(parts=found.opened)
-    side_files = SideFiles()
-    resume = Resume()
+    side_files, resume = SideFiles(), Resume()
     if by_files or (found.opened and location.file is None):
-        side_files = _look_beside(location, saved, options, vouched.files)
-        made_here = marker is not None and valid and marker.writer in MADE_HERE
-        resume, missing = resume_of(saved, side_files.names, as_it_is=made_here)
-        problems += [*side_files.findings, *missing]
+        side_files, resume, wrong = _look_beside(location, saved, options, vouched)
+        problems += wrong
         problems += not_read(saved, side_files, options.depth) if by_files else []
     not_finite = (*found.not_finite, *side_files.not_finite)
     if options.finite and by_files and not side_files.n_seen:
@@ -118,12 +115,7 @@ def beside_step(location: Location, opened: Mapping[str, Checkpoint]) -> list[Fi
     """
     files = {name: entry.nbytes for name, entry in list_files(location).items()}
     step = SavedStep(base_name(location.path), files, opened, reader(location.storage, files))
-    vouched = look_for_vouchers(location, files, list(opened), DEFAULTS)
-    side_files = _look_beside(location, step, DEFAULTS, vouched.files)
-    marker = vouched.marker
-    made_here = marker is not None and not errors(vouched.of_markers) and marker.writer in MADE_HERE
-    _, missing = resume_of(step, side_files.names, as_it_is=made_here)
-    return [*side_files.findings, *missing]
+    return _look_beside(location, step, DEFAULTS, look_for_vouchers(location, files, list(opened), DEFAULTS))[2]
 
 
 def _are_finite(problems: Sequence[Finding], not_finite: Sequence[str]) -> bool | None:
@@ -135,13 +127,20 @@ def _are_finite(problems: Sequence[Finding], not_finite: Sequence[str]) -> bool 
 
 
 def _look_beside(
-    location: Location, step: SavedStep, options: VerifyOptions, vouched_for: Collection[str]
-) -> SideFiles:
-    """Look at the files of a step that no checkpoint in it uses; some trainers' have names that DCP has itself."""
+    location: Location, step: SavedStep, options: VerifyOptions, vouched: Vouched
+) -> tuple[SideFiles, Resume, list[Finding]]:
+    """Look at the files of a step that no checkpoint in it uses; some trainers' have names that DCP has itself.
+
+    Returns:
+        What they are, whether a job can go on from the step, and what is wrong with them or missing.
+    """
     used = {f"{part}/{name}" if part else name for part, found in step.parts.items() for name in found.usage}
     names = {*beside(step.files, options.marker), *filter(is_needed, step.files)} - used
     files = {name: nbytes for name, nbytes in step.files.items() if name in names}
-    return look_at(location.storage, files, options.depth, options.threads, vouched_for, options.finite)
+    found = look_at(location.storage, files, options.depth, options.threads, vouched.files, options.finite)
+    made_here = vouched.is_valid and vouched.marker is not None and vouched.marker.writer in MADE_HERE
+    resume, missing = resume_of(step, found.names, as_it_is=made_here)
+    return found, resume, [*found.findings, *missing]
 
 
 def _not_told(findings: Iterable[Finding], told: Iterable[Finding]) -> list[Finding]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from typing import TypeVar
 
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
-from dcptool.checks.side_files import may_be_lacking
+from dcptool.checks.side_files import FilePattern
 from dcptool.checks.steps import Resume
 from dcptool.formats.marker import is_of_save
 from dcptool.frameworks.table import is_regular, resuming_groups
@@ -58,7 +59,10 @@ def _nearest(whole: Sequence[Verdict], index: int) -> Sequence[Verdict]:
     return older if enough else [*older, *whole[index + 1 : index + 1 + MAX_SIBLINGS - len(older)]]
 
 
-def common_of(sets: Iterable[Iterable[str]]) -> list[str]:
+Shared = TypeVar("Shared", str, FilePattern)
+
+
+def common_of(sets: Iterable[Iterable[Shared]]) -> list[Shared]:
     """Return what all of some steps have, sorted."""
     found = [frozenset(one) for one in sets]
     return sorted(frozenset.intersection(*found)) if found else []
@@ -101,19 +105,20 @@ def has_optimizer(groups: Iterable[str]) -> bool:
     return any("optim" in group.lower() for group in groups)
 
 
-def lacking_files(verdict: Verdict, n_others: int, common: Collection[str]) -> Verdict:
+def lacking_files(verdict: Verdict, n_others: int, common: Collection[FilePattern]) -> Verdict:
     """Return the verdict on a whole step beside others, which all have files of the patterns `common` beside them."""
-    lacks = sorted(set(common) - set(verdict.patterns))
-    lacks = [pattern for pattern in lacks if may_be_lacking(pattern, verdict.world_size)]
+    # What each rank has, only a step of as many ranks can lack.
+    missing = sorted(set(common) - verdict.patterns)
+    lacks = [pattern for pattern in missing if pattern.n_ranks in (0, verdict.world_size)]
     if not lacks or not verdict.whole or verdict.resumable is False:
         return verdict
     trainer = verdict.resume.framework
-    told = any(is_regular(name, trainer) for name in lacks) if trainer else n_others >= MIN_SIBLINGS
-    message = f"{listed(lacks, 3)} {'is' if len(lacks) == 1 else 'are'} missing, which {_others(n_others)} "
-    message += "has" if n_others == 1 else "have"
+    told = any(is_regular(pattern.form, trainer) for pattern in lacks) if trainer else n_others >= MIN_SIBLINGS
+    which = f"{listed([str(pattern) for pattern in lacks], 3)} {'is' if len(lacks) == 1 else 'are'}"
+    message = f"{which} missing, which {_others(n_others)} {'has' if n_others == 1 else 'have'}"
     step = "If it belongs to a step, the save died before it was done: resume from another one."
     severity = Severity.ERROR if told else Severity.WARNING
-    finding = Finding.of("unlike-siblings", message, lacks[0], next_step=step, severity=severity)
+    finding = Finding.of("unlike-siblings", message, lacks[0].form, next_step=step, severity=severity)
     return _with(verdict, State.INCOMPLETE if told else verdict.state, [finding])
 
 

@@ -10,7 +10,7 @@ from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checkpoint.steps import step_number
 from dcptool.checks.check import Level
 from dcptool.checks.items import Tally
-from dcptool.checks.side_files import SideFiles
+from dcptool.checks.side_files import FilePattern, SideFiles
 from dcptool.checks.steps import Resume
 from dcptool.errors import (
     StorageError,
@@ -116,7 +116,7 @@ class Verdict(NamedTuple):
         resume: whether a job can go on from it, by what its trainer needs.
         groups: first parts of the names of its entries.
         side_files: files beside the checkpoints in it.
-        patterns: names of such files, with the numbers in them taken out, to compare with other steps.
+        patterns: of the names of such files, to compare with other steps.
         finite: whether all values of its tensors are finite numbers; None if that was not asked, or not all were seen.
         not_finite: names of tensors with values that are not, "PART: FQN" of those in a part.
         manifests: those of other software in it that could be read.
@@ -137,7 +137,7 @@ class Verdict(NamedTuple):
     resume: Resume = Resume()
     groups: tuple[str, ...] = ()
     side_files: SideFiles = SideFiles()
-    patterns: frozenset[str] = frozenset()
+    patterns: frozenset[FilePattern] = frozenset()
     finite: bool | None = None
     not_finite: tuple[str, ...] = ()
     manifests: tuple[ManifestReport, ...] = ()

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from dcptool.checkpoint.findings import Finding, cannot_be_read, inside
+from dcptool.checkpoint.findings import Finding, cannot_be_read, errors, inside
 from dcptool.checks.check import Level
 from dcptool.copying.pool import Pool
 from dcptool.errors import StorageError
@@ -40,6 +40,11 @@ class Vouched(NamedTuple):
     manifests: tuple[ManifestReport, ...]
     of_manifests: tuple[Finding, ...]
     files: frozenset[str]
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether there is a marker, and nothing is otherwise than markers say."""
+        return self.marker is not None and not errors(self.of_markers)
 
 
 class _Claim(NamedTuple):

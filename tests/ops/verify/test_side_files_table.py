@@ -97,7 +97,7 @@ ZIP = {
     lfs: (State.INCOMPLETE, METADATA),
     value: (State.DAMAGED, DEEP),
     directory: (State.INCOMPLETE, METADATA),
-    runs_code: (State.UNSAFE, RECORDS),
+    runs_code: (State.UNSAFE, METADATA),
 }
 TABLE = {
     "torch zip": ZIP,

@@ -48,6 +48,25 @@ def with_metadata(folder, place):
     return folder
 
 
+@pytest.mark.parametrize("how", ["pickle", "zip"])
+def test_a_step_with_a_small_file_that_runs_code_is_not_chosen(tmp_path, how):
+    """At the default level: no clean step is deleted in its favour either."""
+    for number in (1, 2):
+        shutil.copytree(FOREIGN / "accelerate_fsdp2", tmp_path / "run" / f"step_{number}")
+    file = tmp_path / "run" / "step_2" / "random_states_0.pkl"
+    if how == "pickle":
+        file.write_bytes(pickle.dumps({"torch": Evil()}))
+    else:
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps({"torch": Evil()}, 2))
+            archive.writestr("archive/version", "3\n")
+    done = run("latest", tmp_path / "run")
+    assert done.stdout == f"{tmp_path}/run/step_1\n"
+    assert "step_2 is unsafe: random_states_0.pkl runs code" in done.stderr
+    plan = run("prune", tmp_path / "run", "--keep", 1, "--dry-run").stdout
+    assert "step_1  keep" in plan
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_metadata_that_runs_code(tmp_path, place):
     folder = with_metadata(tmp_path / "run" / "step_2", place)
