@@ -21,7 +21,7 @@ from dcptool.errors import TrainingError
 from dcptool.storage import is_url, join
 from dcptool.training.lease import RunLease
 from dcptool.training.ranks import Ranks
-from dcptool.training.restoring import Restored, load_model_only, restore_chosen, restore_newest, step_path
+from dcptool.training.restoring import Restored, is_step_of, load_model_only, restore_chosen, restore_newest
 from dcptool.training.saving import Times, clear_unfinished, make_room, mark_saved, step_name, tidy
 from dcptool.training.staging import Stager
 from dcptool.training.state import TrainState, digests_of
@@ -197,18 +197,12 @@ class CheckpointManager:
         self._ranks.agree("nothing was restored", lambda: _require_state(state))
         if step is not None and path is not None:
             raise ValueError("name a step of this run or a path, not both")
-        restored: Restored | None
-        if step is None and path is None:
+        chosen = step if path is None else os.fspath(path)
+        if chosen is None:
             restored = restore_newest(self.root, state, self._ranks, strict)
         else:
-            asked = f"step {step} was not restored" if path is None else f"{os.fspath(path)} was not restored"
-            number = step or 0
-            chosen = self._ranks.on_first(
-                asked, lambda: os.fspath(path) if path is not None else step_path(self.root, number)
-            )
-            restored = restore_chosen(chosen, state, self._ranks, strict)
-        is_here = restored is not None and restored.path.rpartition("/")[0].rstrip("/") == self.root.rstrip("/")
-        self._resumed_from = restored.step if restored and is_here else None
+            restored = restore_chosen(self.root, chosen, state, self._ranks, strict)
+        self._resumed_from = restored.step if restored and is_step_of(self.root, restored.path) else None
         return restored
 
     def warm_start(self, state: TrainState, path: str | os.PathLike[str]) -> str:

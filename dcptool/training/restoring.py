@@ -6,6 +6,7 @@ Compares before it loads. What fails, on any rank, is passed over for the next o
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -25,7 +26,7 @@ from dcptool.ops.latest import find_latest
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, Verdict
 from dcptool.runs.directory import find_runs, runs_at
-from dcptool.storage import join, locate
+from dcptool.storage import is_url, join, locate
 from dcptool.training.optimizers import loading
 from dcptool.training.ranks import Ranks, sendable
 from dcptool.training.reader import Reader
@@ -90,34 +91,43 @@ class _Looked(NamedTuple):
     existed: bool
 
 
-def restore_chosen(chosen: str, state: TrainState, ranks: Ranks, strict: bool) -> Restored:
+def restore_chosen(root: str, chosen: int | str, state: TrainState, ranks: Ranks, strict: bool) -> Restored:
     """Load one checkpoint that was named, and no other.
 
     Args:
-        chosen: its path.
+        root: the run directory.
+        chosen: number of a step of it, or the path or URL of any checkpoint.
         state, ranks, strict: as in `restore_newest`.
 
     Raises:
         TrainingError: it is not complete, does not fit, or cannot be loaded.
     """
-    path, step = ranks.on_first(f"{chosen} was not restored", partial(_named, chosen))
+    what = f"step {chosen}" if isinstance(chosen, int) else chosen
+    path, step = ranks.on_first(f"{what} was not restored", partial(_named, root, chosen))
     return _restore(step, path, state, ranks, strict)
 
 
-def _named(chosen: str) -> tuple[str, int]:
+def is_step_of(root: str, path: str) -> bool:
+    """Tell whether a checkpoint is a step of a run directory, however both are written."""
+    if is_url(root) or is_url(path):
+        return path.rstrip("/").rpartition("/")[0] == root.rstrip("/")
+    return os.path.dirname(os.path.realpath(path)) == os.path.realpath(root)
+
+
+def _named(root: str, chosen: int | str) -> tuple[str, int]:
     """Return the path and the number of a checkpoint that was named, if it is complete.
 
     Raises:
         ItemError: it is not; says why.
         CheckpointNotFoundError, StorageError: it is not there, or cannot be looked at.
     """
-    verdict = judge(chosen, NO_GRACE)
+    verdict = judge(_step_path(root, chosen) if isinstance(chosen, int) else chosen, NO_GRACE)
     if verdict.state is not State.COMPLETE:
         raise ItemError(f"it is {verdict.state.value}: {verdict.reason}")
     return verdict.path, verdict.step or 0
 
 
-def step_path(root: str, step: int) -> str:
+def _step_path(root: str, step: int) -> str:
     """Return the path of a run's step by its number.
 
     Raises:

@@ -97,6 +97,17 @@ def test_back_twice_and_over_steps_of_the_same_number(run):
     assert [d.name for d in make_plan(folder, 1, now=OLD).decisions if d.keep] == ["step_600"]
 
 
+def test_a_path_of_this_run_is_a_step_of_it_however_it_is_written(run, tmp_path, monkeypatch):
+    folder, _ = run
+    monkeypatch.chdir(tmp_path)
+    model, optimizer, state = job(seed=1)
+    with CheckpointManager(folder, keep=None) as manager:
+        manager.restore(state, path="run/step_600/")
+        train(model, optimizer, 610)
+        manager.save(610, state)
+    assert marker(folder / "step_610")["resumed_from"] == 600
+
+
 def test_from_any_path(run, tmp_path):
     folder, weights = run
     model, optimizer, state = job(seed=1)
@@ -119,8 +130,8 @@ def test_what_was_named_is_loaded_or_refused_and_nothing_else(run, how):
     before = whole(model)
     words = {
         "missing": "has no step 650; it has 700, 600, 500",
-        "incomplete": "step_600 was not restored: it is incomplete: .*__0_0.distcp",
-        "unsafe": "step_600 was not restored: it is unsafe: .*posix.system",
+        "incomplete": "step 600 was not restored: it is incomplete: .*__0_0.distcp",
+        "unsafe": "step 600 was not restored: it is unsafe: .*posix.system",
     }[how]
     with CheckpointManager(folder) as manager:
         with pytest.raises(TrainingError, match=words):
