@@ -230,9 +230,9 @@ class _Scan:
             self._views.setdefault(_place(view.payload.record), []).append(view)
 
     def _look_at(self, placed: Placed, examined: Examined | None) -> Tally:
-        entry, chunk = placed.entry, placed.chunk
+        chunk = placed.chunk
         payload, records, unsafe, foreign = examined or self._examine(placed)
-        for finding in unsafe_pickle(unsafe, name_of(placed), placed.item.file, entry.fqn):
+        for finding in unsafe_pickle(unsafe, "its pickle"):
             self._add(finding.kind, placed, finding.message, finding.next_step)
         if foreign:
             message = f"not proven: it is {foreign}, which dcptool does not look into"
@@ -275,7 +275,7 @@ class _Scan:
     def _tell(self, placed: Placed, error: DcptoolError) -> None:
         """Make a finding of what was raised about an item."""
         if isinstance(error, RunsCodeError):
-            for finding in unsafe_pickle(error.names, name_of(placed)):
+            for finding in unsafe_pickle(error.names, "its pickle"):
                 self._add(finding.kind, placed, f"{finding.message}; {error.message}", finding.next_step)
         elif isinstance(error, UnsupportedError):
             self._add("unsupported-item", placed, error.message, error.next_step or _UNKNOWN)
@@ -285,10 +285,14 @@ class _Scan:
             self._add(kind, placed, error.message, step)
 
     def _add(self, kind: str, placed: Placed, message: str, step: str = "") -> None:
-        item = placed.item
-        text = f"{place_words(item)}: {name_of(placed)}: {message.removeprefix(f'{item.file}: ')}"
-        where = whereabouts(item, placed.entry.fqn, placed.chunk)
-        self.problems.append(Finding.of(kind, text, *where, step or _AGAIN))
+        self.problems.append(about(placed, kind, message, step))
+
+
+def about(placed: Placed, kind: str, message: str, step: str = "") -> Finding:
+    """Return a finding about an item, which says where it is."""
+    item = placed.item
+    text = f"{place_words(item)}: {name_of(placed)}: {message.removeprefix(f'{item.file}: ')}"
+    return Finding.of(kind, text, *whereabouts(item, placed.entry.fqn, placed.chunk), step or _AGAIN)
 
 
 _Place = tuple[int, int, int]

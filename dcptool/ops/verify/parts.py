@@ -7,9 +7,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding, cannot_be_read, inside, unsafe_pickle
-from dcptool.checks.check import CheckReport, check
+from dcptool.checkpoint.findings import Finding, cannot_be_read, inside, unsafe_pickle, worst_first
+from dcptool.checks.check import CheckReport, Level, check
 from dcptool.checks.items import Tally
+from dcptool.checks.objects import small_object_problems
 from dcptool.errors import (
     CheckpointNotFoundError,
     DcptoolError,
@@ -100,7 +101,10 @@ def _check(
     times = {key.removeprefix(prefix): entry.mtime for key, entry in listing.items() if key.startswith(prefix)}
     written = {key: mtime for key, mtime in times.items() if mtime is not None}
     threads, finite = options.threads, options.finite
-    return check(checkpoint, options.depth, finite=finite, written=written, threads=threads, progress=progress)
+    report = check(checkpoint, options.depth, finite=finite, written=written, threads=threads, progress=progress)
+    if report.level >= Level.RECORDS or not report.good:
+        return report
+    return report._replace(findings=tuple(worst_first([*report.findings, *small_object_problems(checkpoint)])))
 
 
 def _unopened(location: Location, name: str, listing: Mapping[str, DirEntry], error: DcptoolError) -> Finding:

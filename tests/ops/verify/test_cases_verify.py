@@ -268,7 +268,7 @@ class TestR16NothingIsExecuted:
         with pytest.raises(ItemError, match="is unsafe, not marked"):
             dcptool.mark_complete(path, checksums=True)
         report = dcptool.verify(path, load=True)
-        assert report.good
+        assert report.verdicts[0].state is State.UNSAFE
         assert "1 objects not tried (--trust)" in report.verdicts[0].findings[-1].message
         assert not (tmp_path / "executed").exists()
 
@@ -489,7 +489,7 @@ class TestR42Urls:
         monkeypatch.setattr(type(filesystem), "cat_file", cat_file)
         assert judge(f"{url}/step_1").state is State.COMPLETE
         assert all(start is not None and end is not None for _, start, end in ranges)
-        assert sum(end - start for name, start, end in ranges if name != ".metadata") < 1024
+        assert sum(end - start for name, start, end in ranges if name != ".metadata") < 4096  # objects, and a few bytes
 
     def test_file_urls_are_local_paths(self, tmp_path):
         path = step(tmp_path / "run" / "step_1")

@@ -121,9 +121,10 @@ def saved(path, **state):
     return path
 
 
-def test_an_object_that_runs_code(tmp_path):
+@pytest.mark.parametrize("level", dcptool.Level)
+def test_an_object_that_runs_code(tmp_path, level):
     folder = saved(tmp_path / "step_1", hook=Evil(), step=7)
-    [verdict] = dcptool.verify(folder, dcptool.VerifyOptions(dcptool.Level.RECORDS)).verdicts
+    [verdict] = dcptool.verify(folder, dcptool.VerifyOptions(level)).verdicts
     assert verdict.state is State.UNSAFE
     [finding] = [finding for finding in verdict.findings if finding.is_error]
     assert (finding.kind, finding.fqn) == ("unsafe-pickle", "hook")
@@ -140,6 +141,19 @@ def test_an_object_that_runs_code(tmp_path):
     dcptool.convert(folder, tmp_path / "m.safetensors", "safetensors")  # holds no objects
     done = run("reshard", "--world-size", 2, "--dry-run", folder, tmp_path / "r")
     assert (done.returncode, "--exclude 'hook' leaves it out" in done.stderr) == (3, True)
+
+
+def test_a_small_object_that_runs_code_is_not_chosen(tmp_path):
+    saved(tmp_path / "run/step_1", hook=3)
+    saved(tmp_path / "run/step_2", hook=Evil())
+    found = dcptool.find_latest(tmp_path / "run")
+    assert (found.verdict.name, [verdict.state for verdict in found.skipped]) == ("step_1", [State.UNSAFE])
+
+
+def test_a_large_object_is_looked_into_with_records(tmp_path):
+    folder = saved(tmp_path / "step_1", hook=[Evil(), "x" * 70_000])
+    assert dcptool.verify(folder).good
+    assert not dcptool.verify(folder, dcptool.VerifyOptions(dcptool.Level.RECORDS)).good
 
 
 def test_what_runs_code_is_carried_with_trust_and_not_executed(tmp_path):
