@@ -9,23 +9,27 @@ import logging
 import math
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from dcptool.errors import TrainingError
-from dcptool.storage import is_url, join
-from dcptool.training.lease import RunLease
+from dcptool.storage import is_url, join, remember_options
+from dcptool.training.events import OnSave, SaveResult, announce
+from dcptool.training.lease import LeaseWatch, RunLease
+from dcptool.training.options import Choice, Choices
+from dcptool.training.processes import SavingProcess, wants_process
 from dcptool.training.ranks import Ranks
 from dcptool.training.restoring import Restored, is_step_of, load_model_only, restore_chosen, restore_newest
 from dcptool.training.saving import Times, clear_unfinished, make_room, mark_saved, step_name, tidy
+from dcptool.training.signals import StopSignals
 from dcptool.training.staging import Stager
 from dcptool.training.state import TrainState, digests_of
-from dcptool.training.writing import write
+from dcptool.training.stopping import LastSave, seconds_of
+from dcptool.training.writing import Writing
 
 logger = logging.getLogger("dcptool.training")
 
@@ -47,6 +51,18 @@ class CheckpointManager:
         keep: how many of the newest complete steps are kept; None keeps all.
         archive_every: steps whose number is a multiple of this are kept too.
         stop_on: signals that make `should_stop` true; the handlers there were before are called too.
+        stop_within: seconds, or a timedelta, after the first of them in which the job must have ended: the save that
+            comes then is its last, is not made in the background, and is left out if it would come too late.
+        on_save: called with a `SaveResult` when a step is marked, on rank 0, after `async_save` by its thread. It must
+            use no collectives; what it raises is logged, and the step stays.
+        writer: options of torch's `FileSystemWriter` (of `FsspecWriter` for a URL), such as `{"thread_count": 2}`; or a
+            function that makes a new writer for a path.
+        planner: options of torch's `DefaultSavePlanner`; or a function that makes a new planner.
+        stager: options of torch's `StagingOptions`; or a function that makes one of torch's `AsyncStager`s.
+        async_checkpointer_type: what writes for `async_save`: "thread", "process" or torch's `AsyncCheckpointerType`.
+        storage_options: what the fsspec file system of a URL takes; this process then uses them for all of the run.
+        process_group: the manager is made, and called, on the ranks of this group only; they hold all of the state.
+            Whatever its backend is, gloo groups of the same ranks are used.
         timeout: how long a rank waits for the others, None for torch's half hour.
         lease_seconds: how long a lease lasts that is not renewed (it is, six times in that time), and the longest that
             the first save waits for another job to end.
@@ -63,6 +79,14 @@ class CheckpointManager:
         archive_every: int | None = None,
         *,
         stop_on: tuple[signal.Signals, ...] = (signal.SIGTERM,),
+        stop_within: float | timedelta | None = None,
+        on_save: OnSave | None = None,
+        writer: Choice = None,
+        planner: Choice = None,
+        stager: Choice = None,
+        async_checkpointer_type: Any = "thread",
+        storage_options: Mapping[str, Any] | None = None,
+        process_group: Any = None,
         timeout: timedelta | None = None,
         lease_seconds: float = 60.0,
     ) -> None:
@@ -73,19 +97,26 @@ class CheckpointManager:
         path = os.fspath(root)
         self.root = path if is_url(path) else os.path.abspath(path.removeprefix("file://"))
         self.keep, self.archive_every = keep, archive_every
-        self._ranks = Ranks(timeout)
-        self._upload_ranks = Ranks(timeout)  # of the background thread: two threads must not share a group
-        self._stager = Stager()
+        if storage_options is not None and is_url(self.root):
+            remember_options(self.root, storage_options)
+        choices = Choices(writer, planner, storage_options)
+        choices.check(self.root)
+        apart = wants_process(async_checkpointer_type)
+        self._stager = Stager(stager, shared=apart)
+        within = seconds_of(stop_within)
+        self._ranks = Ranks(timeout, process_group)
+        self._upload_ranks = Ranks(timeout, process_group)  # of the thread: two threads must not share a group
+        self._writing = Writing(choices, SavingProcess(stop_on) if apart else None)
+        self._on_save = on_save
         self._lease = RunLease(self.root, lease_seconds)
         self._left_over = True  # there may be something of saves that did not finish
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcptool-save")
         self._uploading: Future[str] | None = None
         self._resumed_from: int | None = None
-        self._signalled = False
-        self._handlers: dict[signal.Signals, Any] = {}
         self._closed = False
         self._said: set[str] = set()
-        self._listen(stop_on)
+        self._last_save = LastSave(self._ranks)
+        self._signals = StopSignals(stop_on, within)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -102,18 +133,19 @@ class CheckpointManager:
     def save(self, step: int, state: TrainState) -> str:
         """Save a step and return its path, once it is marked.
 
+        With `stop_within`, after `should_stop` was true: if a save is still on its way and there is no time for another
+        one after it, this one is left out, with a warning, and the path is that of the save that was finished.
+
         Raises:
             TrainingError: it was not saved, or the save before it was not; on every rank, with what went wrong where.
         """
         began = time.perf_counter()
+        instead = self._finished_instead(step)
+        if instead is not None:
+            return instead
         path = self._begin(step, state)
         tree = self._state_of(state, path)
-
-        def times() -> Times:
-            seconds = time.perf_counter() - began
-            return Times(seconds, seconds)
-
-        self._write(path, step, tree, self._ranks, times)
+        self._write(path, step, tree, began)
         return path
 
     def async_save(self, step: int, state: TrainState) -> Future[str]:
@@ -123,6 +155,8 @@ class CheckpointManager:
         waits until that is done; whatever else changes weights or buffers must call `wait_staged` first. With an older
         torch it is copied before this returns.
 
+        With `stop_within`, after `should_stop` was true, it saves as `save` does.
+
         Returns:
             A future of the path: done when the step is marked and older ones are deleted. It need not be waited for:
             what fails in the background is raised by the next call of any method, and by `close`.
@@ -130,6 +164,10 @@ class CheckpointManager:
         Raises:
             TrainingError: as `save`, and if the save before this one failed.
         """
+        if self._last_save.is_due:
+            done: Future[str] = Future()
+            done.set_result(self.save(step, state))
+            return done
         began = time.perf_counter()
         path = self._begin(step, state)
         tree = self._state_of(state, path)
@@ -141,11 +179,8 @@ class CheckpointManager:
         self._stager.blocked_seconds = time.perf_counter() - began
 
         def upload() -> str:
-            ranks = self._upload_ranks
-            copied = ranks.agree(f"{path} was not saved", staged)
-            self._write(
-                path, step, copied, ranks, lambda: Times(time.perf_counter() - began, self._stager.blocked_seconds)
-            )
+            copied = self._upload_ranks.agree(f"{path} was not saved", staged)
+            self._write(path, step, copied, began, in_background=True)
             return path
 
         self._uploading = self._thread.submit(upload)
@@ -227,13 +262,14 @@ class CheckpointManager:
         self._require_open()
         save = self._uploading
         failed = save is not None and save.done() and save.exception() is not None
-        told = self._ranks.gather((self._signalled, failed, self._lease.lost))
-        if any(failed for _, failed, _ in told):
+        told = self._ranks.gather((self._signals.told, failed, self._lease.lost, self._signals.seconds_left()))
+        self._last_save.is_in([left for *_, left in told if left is not None])
+        if any(failed for _, failed, *_ in told) and not self._last_save.is_due:
             self.wait()
-        lost = next((lost for _, _, lost in told if lost), "")
+        lost = next((lost for _, _, lost, _ in told if lost), "")
         if lost:
             raise TrainingError(lost)
-        return any(stop for stop, _, _ in told)
+        return any(stop for stop, *_ in told)
 
     def close(self) -> None:
         """Finish the save in the background, give everything back; can be called again.
@@ -248,6 +284,7 @@ class CheckpointManager:
         finally:
             self._release()
             self._stager.close()
+            self._writing.close()
             for ranks in (self._ranks, self._upload_ranks):
                 ranks.close()
 
@@ -283,17 +320,44 @@ class CheckpointManager:
                 self._said.add(name)
         return tree
 
-    def _write(self, path: str, step: int, tree: dict[str, Any], ranks: Ranks, times: Callable[[], Times]) -> None:
+    def _finished_instead(self, step: int) -> str | None:
+        """Return the path of the save that was finished because there is no time for another; None if there is."""
+        if not self._last_save.is_due:
+            return None
+        uploading = self._uploading if self._uploading is not None and not self._uploading.done() else None
+        try:
+            self.wait()
+        except TrainingError as error:
+            logger.error("%s; saving step %d instead", error, step)
+        return self._last_save.finished_instead(step, uploading)
+
+    def _write(self, path: str, step: int, tree: dict[str, Any], began: float, *, in_background: bool = False) -> None:
         """Write a step, mark it once all ranks have, and delete older ones; in whichever thread."""
-        ranks.agree(f"{path} was not saved", lambda: write(tree, path, ranks.group, self._lease.confirm))
+        ranks = self._upload_ranks if in_background else self._ranks
+        apart = in_background and self._writing.process is not None
+        ours = LeaseWatch(self.root, self._lease.id, self._writing.choices.storage_options) if apart else None
+        begun = time.perf_counter()
+        try:
+            write = self._writing.write
+            ranks.agree(f"{path} was not saved", lambda: write(tree, path, ranks, ours or self._lease.confirm, apart))
+        except Exception:
+            self._writing.failed(ranks)
+            raise
+        seconds = time.perf_counter() - began
+        told = ranks.gather((seconds, self._stager.blocked_seconds if in_background else seconds))
+        times = Times(max(seconds for seconds, _ in told), max(blocked for _, blocked in told))
 
-        def finish() -> None:
-            mark_saved(path, step, ranks.world_size, times(), self._resumed_from, self._lease.confirm)
+        def finish() -> int:
+            marker = mark_saved(path, step, ranks.world_size, times, self._resumed_from, self._lease.confirm)
             self._left_over = False
-            logger.info("saved %s", path)
             tidy(self.root, step, self.keep, self.archive_every)
+            return sum(marker.files.values())
 
-        ranks.on_first(f"{path} was not marked", finish)
+        nbytes = ranks.on_first(f"{path} was not marked", finish)
+        self._last_save.took(time.perf_counter() - begun)
+        if ranks.rank == 0:
+            blocked = tuple(blocked for _, blocked in told)
+            announce(SaveResult(step, path, nbytes, times.save_seconds, blocked), self._on_save)
 
     def _finish_upload(self) -> None:
         """Wait for the thread in the background; nothing is on its way afterwards, also if it failed."""
@@ -305,27 +369,10 @@ class CheckpointManager:
         finally:
             self._stager.done()
 
-    def _listen(self, signals: tuple[signal.Signals, ...]) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            if signals:
-                logger.warning("no signal is listened to: the manager was not made in the main thread")
-            return
-        for number in signals:
-            self._handlers[number] = signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True  # no lock: the handler may interrupt itself
-        before = self._handlers.get(signal.Signals(number))
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
-
     def _release(self) -> None:
         """Give signals, thread and memory back without waiting."""
         self._closed = True
-        for number, before in self._handlers.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, before if before is not None else signal.SIG_DFL)
-        self._handlers = {}
+        self._signals.close()
         self._thread.shutdown(wait=False)
         if self._uploading is None:
             self._lease.release()
