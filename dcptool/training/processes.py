@@ -8,7 +8,7 @@ Source: torch 2.13, distributed/checkpoint/_async_process_executor.py.
 from __future__ import annotations
 
 import atexit
-import logging
+import pickle
 import signal
 from collections.abc import Sequence
 from multiprocessing import resource_tracker
@@ -24,7 +24,27 @@ try:
 except ImportError:
     _AsyncCheckpointProcess = None
 
-logger = logging.getLogger("dcptool.training")
+_PATIENCE_SECONDS = 1.0
+"""For a process to be gone after it has hung up."""
+
+
+def require_picklable(tree: dict[str, Any]) -> None:
+    """Pickle a state but its tensors: what only fails as it is sent would leave the other ranks' processes waiting.
+
+    Raises:
+        Exception: as pickle does.
+    """
+    pickle.dumps(_without_tensors(tree))
+
+
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return None
+    if type(value) is dict:
+        return {key: _without_tensors(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return [_without_tensors(part) for part in value]
+    return value
 
 
 def wants_process(kind: Any) -> bool:
@@ -61,6 +81,7 @@ class SavingProcess:
     def __init__(self, ignored: Sequence[signal.Signals]) -> None:
         self._ignored = tuple(ignored)
         self._process: Any = None
+        self._sound = True
 
     def save(self, tree: dict[str, Any], writer: Any, planner: Any, group: Any) -> None:
         """Let it write a state that is staged in shared memory, and wait until it has; on all ranks of a group.
@@ -73,9 +94,12 @@ class SavingProcess:
             if self._process is None:
                 self._start(group)
             self._process.save(tree, storage_writer=writer, planner=planner)
-        except RuntimeError as error:
-            if self.is_sound():
-                raise
+        except Exception as error:  # what a writer or planner raises is a CheckpointException, which is none
+            self._sound = False
+            if self._process is not None:
+                self._process._save_process.join(_PATIENCE_SECONDS)
+                if self._process._save_process.is_alive():
+                    raise
             raise TrainingError(
                 f"the process that writes for this rank has ended ({error})",
                 next_step="What it said is in the job's log. It imports the script, which must train only below"
@@ -83,8 +107,8 @@ class SavingProcess:
             ) from error
 
     def is_sound(self) -> bool:
-        """Tell whether it can take another save, or has not been started yet."""
-        return self._process is None or bool(self._process._save_process.is_alive())
+        """Tell whether it can take another save, with those of the other ranks; or has not been started yet."""
+        return self._sound
 
     def close(self) -> None:
         """End it, at once; the next save starts another."""
@@ -93,6 +117,7 @@ class SavingProcess:
             self._process._save_process.kill()
             self._process._save_process.join()
             self._process = None
+        self._sound = True
 
     def _start(self, group: Any) -> None:
         info = _ProcessGroupInitInfo(group)

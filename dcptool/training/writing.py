@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from dcptool.errors import StorageError
 from dcptool.training.options import Choices
-from dcptool.training.processes import SavingProcess
+from dcptool.training.processes import SavingProcess, require_picklable
 from dcptool.training.ranks import Ranks, sendably
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -60,9 +60,11 @@ class Writing:
         """
 
         def make() -> tuple[Any, Any]:
+            if apart:
+                require_picklable(tree)
             return self.choices.make_planner(), self.choices.make_writer(path)
 
-        planner, writer = ranks.agree(path, make) if self.choices.may_fail else make()
+        planner, writer = ranks.agree(path, make) if apart or self.choices.may_fail else make()
         if getattr(planner, "_enable_plan_caching", False):
             self._forget_other_plans(tree, ranks)
             planner._cached_plans_key = self._plans
