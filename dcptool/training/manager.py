@@ -11,23 +11,43 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcptool.errors import TrainingError
 from dcptool.storage import is_url, join
 from dcptool.training.lease import RunLease
+from dcptool.training.loading import require_restorable
+from dcptool.training.objects import ObjectLoader
+from dcptool.training.rank_local import Flat, RankLocal
 from dcptool.training.ranks import Ranks
-from dcptool.training.restoring import Restored, is_step_of, load_model_only, restore_chosen, restore_newest
-from dcptool.training.saving import Times, clear_unfinished, make_room, mark_saved, step_name, tidy
+from dcptool.training.restoring import Job, Restored, is_step_of, load_model_only, restore_chosen, restore_newest
+from dcptool.training.saving import Keeping, Times, clear_unfinished, make_room, mark_saved, step_name, tidy
 from dcptool.training.staging import Stager
-from dcptool.training.state import TrainState, digests_of
+from dcptool.training.state import UNSTARTED, JobState, TrainState, as_state
+from dcptool.training.tree import flatten
 from dcptool.training.writing import write
 
 logger = logging.getLogger("dcptool.training")
+
+
+class _Saving(NamedTuple):
+    """A state that is being saved.
+
+    Attributes:
+        state: whose it is.
+        own: it.
+        written: what this rank writes of it.
+        is_new: whether names or shapes are not those of the save before: then it is seen whether it could be restored.
+    """
+
+    state: JobState
+    own: Flat
+    written: Flat
+    is_new: bool
 
 
 class CheckpointManager:
@@ -65,6 +85,8 @@ class CheckpointManager:
         stop_on: tuple[signal.Signals, ...] = (signal.SIGTERM,),
         timeout: timedelta | None = None,
         lease_seconds: float = 60.0,
+        adopt: bool = False,
+        safe_globals: Sequence[Any] | None = None,
     ) -> None:
         if (keep is not None and keep < 1) or (archive_every is not None and archive_every < 1):
             raise ValueError("keep and archive_every must be at least 1")
@@ -72,7 +94,7 @@ class CheckpointManager:
             raise ValueError("lease_seconds must be more than 0")
         path = os.fspath(root)
         self.root = path if is_url(path) else os.path.abspath(path.removeprefix("file://"))
-        self.keep, self.archive_every = keep, archive_every
+        self._keeping = Keeping(keep, archive_every, adopt, set())
         self._ranks = Ranks(timeout)
         self._upload_ranks = Ranks(timeout)  # of the background thread: two threads must not share a group
         self._stager = Stager()
@@ -84,7 +106,8 @@ class CheckpointManager:
         self._signalled = False
         self._handlers: dict[signal.Signals, Any] = {}
         self._closed = False
-        self._said: set[str] = set()
+        self._rank_local = RankLocal()
+        self._objects = ObjectLoader(safe_globals)
         self._listen(stop_on)
 
     def __enter__(self) -> CheckpointManager:
@@ -99,24 +122,24 @@ class CheckpointManager:
         else:
             self._release()
 
-    def save(self, step: int, state: TrainState) -> str:
+    def save(self, step: int, state: TrainState | dict[str, Any]) -> str:
         """Save a step and return its path, once it is marked.
 
         Raises:
             TrainingError: it was not saved, or the save before it was not; on every rank, with what went wrong where.
         """
         began = time.perf_counter()
-        path = self._begin(step, state)
-        tree = self._state_of(state, path)
+        path, job_state = self._begin(step, state)
+        saving = self._state_of(job_state, path)
 
         def times() -> Times:
             seconds = time.perf_counter() - began
             return Times(seconds, seconds)
 
-        self._write(path, step, tree, self._ranks, times)
+        self._write(path, step, saving, self._ranks, times)
         return path
 
-    def async_save(self, step: int, state: TrainState) -> Future[str]:
+    def async_save(self, step: int, state: TrainState | dict[str, Any]) -> Future[str]:
         """Save a step in the background, once the save before it is finished.
 
         Where torch has `DefaultStager`, the state is copied in the background too, and the next `optimizer.step()`
@@ -131,10 +154,13 @@ class CheckpointManager:
             TrainingError: as `save`, and if the save before this one failed.
         """
         began = time.perf_counter()
-        path = self._begin(step, state)
-        tree = self._state_of(state, path)
+        path, job_state = self._begin(step, state)
+        saving = self._state_of(job_state, path)
         try:
-            staged = self._ranks.agree(f"{path} was not saved", lambda: self._stager.stage(tree, state.optimizers))
+            values, paths = saving.written
+            staged = self._ranks.agree(
+                f"{path} was not saved", lambda: self._stager.stage(values, job_state.optimizers)
+            )
         except BaseException:
             self._stager.done()
             raise
@@ -142,7 +168,7 @@ class CheckpointManager:
 
         def upload() -> str:
             ranks = self._upload_ranks
-            copied = ranks.agree(f"{path} was not saved", staged)
+            copied = saving._replace(written=Flat(ranks.agree(f"{path} was not saved", staged), paths))
             self._write(
                 path, step, copied, ranks, lambda: Times(time.perf_counter() - began, self._stager.blocked_seconds)
             )
@@ -166,7 +192,7 @@ class CheckpointManager:
 
     def restore(
         self,
-        state: TrainState,
+        state: TrainState | dict[str, Any],
         *,
         strict: bool = True,
         step: int | None = None,
@@ -194,14 +220,15 @@ class CheckpointManager:
                 permission, a store that does not answer), which says nothing against it.
         """
         self.wait()
-        self._ranks.agree("nothing was restored", lambda: _require_state(state))
+        chosen_state = self._ranks.agree("nothing was restored", lambda: as_state(state))
         if step is not None and path is not None:
             raise ValueError("name a step of this run or a path, not both")
         chosen = step if path is None else os.fspath(path)
+        job = Job(self._ranks, self._objects, strict)
         if chosen is None:
-            restored = restore_newest(self.root, state, self._ranks, strict)
+            restored = restore_newest(self.root, chosen_state, job)
         else:
-            restored = restore_chosen(self.root, chosen, state, self._ranks, strict)
+            restored = restore_chosen(self.root, chosen, chosen_state, job)
         self._resumed_from = restored.step if restored and is_step_of(self.root, restored.path) else None
         return restored
 
@@ -215,8 +242,8 @@ class CheckpointManager:
             TrainingError: there is none, it does not fit, or it cannot be loaded.
         """
         self.wait()
-        self._ranks.agree("nothing was loaded", lambda: _require_state(state))
-        return load_model_only(os.fspath(path), state, self._ranks)
+        self._ranks.agree("nothing was loaded", lambda: _require_model(state))
+        return load_model_only(os.fspath(path), state, Job(self._ranks, self._objects))
 
     def should_stop(self) -> bool:
         """Tell whether any rank has been told to stop; call it on all ranks after the same steps.
@@ -251,15 +278,15 @@ class CheckpointManager:
             for ranks in (self._ranks, self._upload_ranks):
                 ranks.close()
 
-    def _begin(self, step: int, state: TrainState) -> str:
-        """Finish the save before, and make room for a step; return its path."""
+    def _begin(self, step: int, given: TrainState | dict[str, Any]) -> tuple[str, JobState]:
+        """Finish the save before, and make room for a step; return its path, and what is saved."""
         self.wait()
         wanted = self._ranks.gather((step, self.root))
         if type(step) is not int or step < 0 or len(set(wanted)) != 1:
             said = ", ".join(f"rank {rank}: step {step} in {root}" for rank, (step, root) in enumerate(wanted))
             raise TrainingError(f"all ranks must save one step, a number from 0 on, in one directory; {said}")
         path = join(self.root, step_name(step))
-        self._ranks.agree(f"{path} was not saved", lambda: _require_state(state))
+        state = self._ranks.agree(f"{path} was not saved", lambda: as_state(given))
 
         def prepare() -> str:
             self._lease.hold(lambda: clear_unfinished(self.root))
@@ -270,28 +297,28 @@ class CheckpointManager:
             return self._lease.id
 
         self._lease.join(self._ranks.on_first(f"{path} was not saved", prepare))
-        return path
+        return path, state
 
-    def _state_of(self, state: TrainState, path: str) -> dict[str, Any]:
-        """Return the state to save; say which extras are not the same on all ranks, for one rank's is saved."""
-        tree = self._ranks.agree(f"{path} was not saved", state.state_dict)
-        digests = self._ranks.agree(f"{path} was not saved", lambda: digests_of(state, tree))
-        everywhere = self._ranks.gather(digests)
-        for name in sorted(digests.keys() - self._said):
-            if self._ranks.rank == 0 and len({found.get(name) for found in everywhere}) > 1:
-                logger.warning("%s is not the same on all ranks; only one is saved. Per rank: per_rank=", name)
-                self._said.add(name)
-        return tree
+    def _state_of(self, state: JobState, path: str) -> _Saving:
+        """Return the state to save: what is not the same on all ranks, each rank saves under a name of its own."""
+        what = f"{path} was not saved"
+        own = self._ranks.agree(what, lambda: Flat(*flatten(state.tree())))
+        unstarted = own.values.get(UNSTARTED, ())
+        written = self._rank_local.arrange(own, state.per_rank, unstarted, self._ranks, what)
+        return _Saving(state, own, written, self._rank_local.changed)
 
-    def _write(self, path: str, step: int, tree: dict[str, Any], ranks: Ranks, times: Callable[[], Times]) -> None:
+    def _write(self, path: str, step: int, saving: _Saving, ranks: Ranks, times: Callable[[], Times]) -> None:
         """Write a step, mark it once all ranks have, and delete older ones; in whichever thread."""
-        ranks.agree(f"{path} was not saved", lambda: write(tree, path, ranks.group, self._lease.confirm))
+        values, paths = saving.written
+        ranks.agree(f"{path} was not saved", lambda: write(values, paths, path, ranks.group, self._lease.confirm))
+        if saving.is_new:
+            require_restorable(path, saving.own, saving.state, self._objects, ranks)
 
         def finish() -> None:
             mark_saved(path, step, ranks.world_size, times(), self._resumed_from, self._lease.confirm)
             self._left_over = False
             logger.info("saved %s", path)
-            tidy(self.root, step, self.keep, self.archive_every)
+            tidy(self.root, step, self._keeping)
 
         ranks.on_first(f"{path} was not marked", finish)
 
@@ -337,11 +364,11 @@ class CheckpointManager:
             raise TrainingError("the manager is closed")
 
 
-def _require_state(state: object) -> None:
-    """Refuse what is no state of a job, such as a state dict.
+def _require_model(state: object) -> None:
+    """Refuse what has no model of its own.
 
     Raises:
-        TrainingError: says what to pass.
+        TypeError: says what to pass.
     """
     if not isinstance(state, TrainState):
-        raise TrainingError(f"pass a TrainState(model, optimizer, …), not a {type(state).__name__}")
+        raise TypeError(f"pass a TrainState(model, optimizer, …), not a {type(state).__name__}")

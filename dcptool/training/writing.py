@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -15,17 +15,25 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from dcptool.errors import StorageError
 from dcptool.storage import is_url
 from dcptool.training.ranks import sendable
+from dcptool.training.tree import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk, or a quota, says that has no room."""
 _AS_GOOD_AS_FULL_NBYTES = 1 << 20
 
 
-def write(tree: dict[str, Any], path: str, group: Any, still_ours: Callable[[], None] = lambda: None) -> None:
+def write(
+    values: dict[str, Any],
+    paths: Mapping[str, Path],
+    path: str,
+    group: Any,
+    still_ours: Callable[[], None] = lambda: None,
+) -> None:
     """Write a state with torch, on all ranks of a group.
 
     Args:
-        tree: nested dicts, as torch.distributed.checkpoint takes them.
+        values: by name, as torch.distributed.checkpoint takes them.
+        paths: of these names in the nested state, for the metadata.
         path: local path or URL of the checkpoint.
         group: the process group; None without one.
         still_ours: called on every rank before it writes anything; raises if it must not.
@@ -41,8 +49,22 @@ def write(tree: dict[str, Any], path: str, group: Any, still_ours: Callable[[], 
         type(base.__name__, (_Careful, base), careful),
         "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish",
     )  # fmt: skip
-    planner = sendable(DefaultSavePlanner, "set_up_planner", "create_local_plan", "create_global_plan", "finish_plan")
-    dcp.save(tree, storage_writer=writer(path), planner=planner(), process_group=group)
+    planner = sendable(
+        type("DefaultSavePlanner", (_WithPaths, DefaultSavePlanner), {"paths": paths}),
+        "set_up_planner", "create_local_plan", "create_global_plan", "finish_plan",
+    )  # fmt: skip
+    dcp.save(values, storage_writer=writer(path), planner=planner(), process_group=group)
+
+
+class _WithPaths:
+    """What a planner of torch's does besides: record where in a nested state a name was, which it is given flat."""
+
+    paths: Mapping[str, Path]
+    mappings: dict[str, Path]
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)  # type: ignore[misc]
+        self.mappings = {fqn: self.paths[fqn] for fqn in self.mappings}
 
 
 class _Careful:
