@@ -13,9 +13,10 @@ except ImportError as error:
     raise UnsupportedError(f"dcptool.training needs torch ({error}): pip install 'dcptool[torch]'") from error
 
 from dcptool.training.events import SaveResult
+from dcptool.training.loading import PerRank
 from dcptool.training.manager import CheckpointManager
 from dcptool.training.reader import Reader
-from dcptool.training.restoring import PerRank, Restored
+from dcptool.training.restoring import Restored
 from dcptool.training.rng import RandomState
 from dcptool.training.state import TrainState
 

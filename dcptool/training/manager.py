@@ -10,28 +10,48 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcptool.errors import TrainingError
 from dcptool.storage import is_url, join, remember_options
 from dcptool.training.events import OnSave, SaveResult, announce
 from dcptool.training.lease import LeaseWatch, RunLease
+from dcptool.training.loading import require_restorable
+from dcptool.training.objects import ObjectLoader
 from dcptool.training.options import Choice, Choices
 from dcptool.training.processes import SavingProcess, wants_process
+from dcptool.training.rank_local import Flat, RankLocal
 from dcptool.training.ranks import Ranks
-from dcptool.training.restoring import Restored, is_step_of, load_model_only, restore_chosen, restore_newest
-from dcptool.training.saving import Times, clear_unfinished, make_room, mark_saved, step_name, tidy
+from dcptool.training.restoring import Job, Restored, is_step_of, load_model_only, restore_chosen, restore_newest
+from dcptool.training.saving import Keeping, Times, clear_unfinished, make_room, mark_saved, step_name, tidy
 from dcptool.training.signals import StopSignals
 from dcptool.training.staging import Stager
-from dcptool.training.state import TrainState, digests_of
+from dcptool.training.state import UNSTARTED, JobState, TrainState, as_state
 from dcptool.training.stopping import LastSave, seconds_of
+from dcptool.training.tree import flatten
 from dcptool.training.writing import Writing
 
 logger = logging.getLogger("dcptool.training")
+
+
+class _Saving(NamedTuple):
+    """A state that is being saved.
+
+    Attributes:
+        state: whose it is.
+        own: it.
+        written: what this rank writes of it.
+        is_new: whether names or shapes are not those of the save before: then it is seen whether it could be restored.
+    """
+
+    state: JobState
+    own: Flat
+    written: Flat
+    is_new: bool
 
 
 class CheckpointManager:
@@ -89,6 +109,8 @@ class CheckpointManager:
         process_group: Any = None,
         timeout: timedelta | None = None,
         lease_seconds: float = 60.0,
+        adopt: bool = False,
+        safe_globals: Sequence[Any] | None = None,
     ) -> None:
         if (keep is not None and keep < 1) or (archive_every is not None and archive_every < 1):
             raise ValueError("keep and archive_every must be at least 1")
@@ -96,7 +118,7 @@ class CheckpointManager:
             raise ValueError("lease_seconds must be more than 0")
         path = os.fspath(root)
         self.root = path if is_url(path) else os.path.abspath(path.removeprefix("file://"))
-        self.keep, self.archive_every = keep, archive_every
+        self._keeping = Keeping(keep, archive_every, adopt, set())
         if storage_options is not None and is_url(self.root):
             remember_options(self.root, storage_options)
         choices = Choices(writer, planner, storage_options)
@@ -114,7 +136,8 @@ class CheckpointManager:
         self._uploading: Future[str] | None = None
         self._resumed_from: int | None = None
         self._closed = False
-        self._said: set[str] = set()
+        self._rank_local = RankLocal()
+        self._objects = ObjectLoader(safe_globals)
         self._last_save = LastSave(self._ranks)
         self._signals = StopSignals(stop_on, within)
 
@@ -130,7 +153,7 @@ class CheckpointManager:
         else:
             self._release()
 
-    def save(self, step: int, state: TrainState) -> str:
+    def save(self, step: int, state: TrainState | dict[str, Any]) -> str:
         """Save a step and return its path, once it is marked.
 
         With `stop_within`, after `should_stop` was true: if a save is still on its way and there is no time for another
@@ -140,22 +163,18 @@ class CheckpointManager:
             TrainingError: it was not saved, or the save before it was not; on every rank, with what went wrong where.
         """
         began = time.perf_counter()
-        instead = self._finished_instead(step)
-        if instead is not None:
+        if (instead := self._last_save.finished_instead(step, self._uploading, self.wait)) is not None:
             return instead
-        path = self._begin(step, state)
-        tree = self._state_of(state, path)
-        self._write(path, step, tree, began)
+        path, job_state = self._begin(step, state)
+        self._write(path, step, self._state_of(job_state, path), began)
         return path
 
-    def async_save(self, step: int, state: TrainState) -> Future[str]:
+    def async_save(self, step: int, state: TrainState | dict[str, Any]) -> Future[str]:
         """Save a step in the background, once the save before it is finished.
 
         Where torch has `DefaultStager`, the state is copied in the background too, and the next `optimizer.step()`
         waits until that is done; whatever else changes weights or buffers must call `wait_staged` first. With an older
-        torch it is copied before this returns.
-
-        With `stop_within`, after `should_stop` was true, it saves as `save` does.
+        torch it is copied before this returns. A last save, with `stop_within`, is made as `save` makes it.
 
         Returns:
             A future of the path: done when the step is marked and older ones are deleted. It need not be waited for:
@@ -169,18 +188,21 @@ class CheckpointManager:
             done.set_result(self.save(step, state))
             return done
         began = time.perf_counter()
-        path = self._begin(step, state)
-        tree = self._state_of(state, path)
+        path, job_state = self._begin(step, state)
+        saving = self._state_of(job_state, path)
         try:
-            staged = self._ranks.agree(f"{path} was not saved", lambda: self._stager.stage(tree, state.optimizers))
+            values, paths = saving.written
+            staged = self._ranks.agree(
+                f"{path} was not saved", lambda: self._stager.stage(values, job_state.optimizers)
+            )
         except BaseException:
             self._stager.done()
             raise
         self._stager.blocked_seconds = time.perf_counter() - began
 
         def upload() -> str:
-            copied = self._upload_ranks.agree(f"{path} was not saved", staged)
-            self._write(path, step, copied, began, in_background=True)
+            copied = Flat(self._upload_ranks.agree(f"{path} was not saved", staged), paths)
+            self._write(path, step, saving._replace(written=copied), began, in_background=True)
             return path
 
         self._uploading = self._thread.submit(upload)
@@ -201,7 +223,7 @@ class CheckpointManager:
 
     def restore(
         self,
-        state: TrainState,
+        state: TrainState | dict[str, Any],
         *,
         strict: bool = True,
         step: int | None = None,
@@ -229,14 +251,15 @@ class CheckpointManager:
                 permission, a store that does not answer), which says nothing against it.
         """
         self.wait()
-        self._ranks.agree("nothing was restored", lambda: _require_state(state))
+        chosen_state = self._ranks.agree("nothing was restored", lambda: as_state(state))
         if step is not None and path is not None:
             raise ValueError("name a step of this run or a path, not both")
         chosen = step if path is None else os.fspath(path)
+        job = Job(self._ranks, self._objects, strict)
         if chosen is None:
-            restored = restore_newest(self.root, state, self._ranks, strict)
+            restored = restore_newest(self.root, chosen_state, job)
         else:
-            restored = restore_chosen(self.root, chosen, state, self._ranks, strict)
+            restored = restore_chosen(self.root, chosen, chosen_state, job)
         self._resumed_from = restored.step if restored and is_step_of(self.root, restored.path) else None
         return restored
 
@@ -250,8 +273,8 @@ class CheckpointManager:
             TrainingError: there is none, it does not fit, or it cannot be loaded.
         """
         self.wait()
-        self._ranks.agree("nothing was loaded", lambda: _require_state(state))
-        return load_model_only(os.fspath(path), state, self._ranks)
+        self._ranks.agree("nothing was loaded", lambda: _require_model(state))
+        return load_model_only(os.fspath(path), state, Job(self._ranks, self._objects))
 
     def should_stop(self) -> bool:
         """Tell whether any rank has been told to stop; call it on all ranks after the same steps.
@@ -288,15 +311,15 @@ class CheckpointManager:
             for ranks in (self._ranks, self._upload_ranks):
                 ranks.close()
 
-    def _begin(self, step: int, state: TrainState) -> str:
-        """Finish the save before, and make room for a step; return its path."""
+    def _begin(self, step: int, given: TrainState | dict[str, Any]) -> tuple[str, JobState]:
+        """Finish the save before, and make room for a step; return its path, and what is saved."""
         self.wait()
         wanted = self._ranks.gather((step, self.root))
         if type(step) is not int or step < 0 or len(set(wanted)) != 1:
             said = ", ".join(f"rank {rank}: step {step} in {root}" for rank, (step, root) in enumerate(wanted))
             raise TrainingError(f"all ranks must save one step, a number from 0 on, in one directory; {said}")
         path = join(self.root, step_name(step))
-        self._ranks.agree(f"{path} was not saved", lambda: _require_state(state))
+        state = self._ranks.agree(f"{path} was not saved", lambda: as_state(given))
 
         def prepare() -> str:
             self._lease.hold(lambda: clear_unfinished(self.root))
@@ -307,56 +330,39 @@ class CheckpointManager:
             return self._lease.id
 
         self._lease.join(self._ranks.on_first(f"{path} was not saved", prepare))
-        return path
+        return path, state
 
-    def _state_of(self, state: TrainState, path: str) -> dict[str, Any]:
-        """Return the state to save; say which extras are not the same on all ranks, for one rank's is saved."""
-        tree = self._ranks.agree(f"{path} was not saved", state.state_dict)
-        digests = self._ranks.agree(f"{path} was not saved", lambda: digests_of(state, tree))
-        everywhere = self._ranks.gather(digests)
-        for name in sorted(digests.keys() - self._said):
-            if self._ranks.rank == 0 and len({found.get(name) for found in everywhere}) > 1:
-                logger.warning("%s is not the same on all ranks; only one is saved. Per rank: per_rank=", name)
-                self._said.add(name)
-        return tree
+    def _state_of(self, state: JobState, path: str) -> _Saving:
+        """Return the state to save: what is not the same on all ranks, each rank saves under a name of its own."""
+        what = f"{path} was not saved"
+        own = self._ranks.agree(what, lambda: Flat(*flatten(state.tree())))
+        unstarted = own.values.get(UNSTARTED, ())
+        written = self._rank_local.arrange(own, state.per_rank, unstarted, self._ranks, what)
+        return _Saving(state, own, written, self._rank_local.changed)
 
-    def _finished_instead(self, step: int) -> str | None:
-        """Return the path of the save that was finished because there is no time for another; None if there is."""
-        if not self._last_save.is_due:
-            return None
-        uploading = self._uploading if self._uploading is not None and not self._uploading.done() else None
-        try:
-            self.wait()
-        except TrainingError as error:
-            logger.error("%s; saving step %d instead", error, step)
-        return self._last_save.finished_instead(step, uploading)
-
-    def _write(self, path: str, step: int, tree: dict[str, Any], began: float, *, in_background: bool = False) -> None:
+    def _write(self, path: str, step: int, saving: _Saving, began: float, *, in_background: bool = False) -> None:
         """Write a step, mark it once all ranks have, and delete older ones; in whichever thread."""
         ranks = self._upload_ranks if in_background else self._ranks
         apart = in_background and self._writing.process is not None
-        ours = LeaseWatch(self.root, self._lease.id, self._writing.choices.storage_options) if apart else None
+        watch = LeaseWatch(self.root, self._lease.id, self._writing.choices.storage_options)
         begun = time.perf_counter()
-        try:
-            write = self._writing.write
-            ranks.agree(f"{path} was not saved", lambda: write(tree, path, ranks, ours or self._lease.confirm, apart))
-        except Exception:
-            self._writing.failed(ranks)
-            raise
+        self._writing.write(saving.written, path, ranks, watch if apart else self._lease.confirm, apart)
         seconds = time.perf_counter() - began
         told = ranks.gather((seconds, self._stager.blocked_seconds if in_background else seconds))
-        times = Times(max(seconds for seconds, _ in told), max(blocked for _, blocked in told))
+        blocked = tuple(blocked for _, blocked in told)
+        times = Times(max(seconds for seconds, _ in told), max(blocked))
+        if saving.is_new:
+            require_restorable(path, saving.own, saving.state, self._objects, ranks)
 
         def finish() -> int:
             marker = mark_saved(path, step, ranks.world_size, times, self._resumed_from, self._lease.confirm)
             self._left_over = False
-            tidy(self.root, step, self.keep, self.archive_every)
+            tidy(self.root, step, self._keeping)
             return sum(marker.files.values())
 
         nbytes = ranks.on_first(f"{path} was not marked", finish)
         self._last_save.took(time.perf_counter() - begun)
         if ranks.rank == 0:
-            blocked = tuple(blocked for _, blocked in told)
             announce(SaveResult(step, path, nbytes, times.save_seconds, blocked), self._on_save)
 
     def _finish_upload(self) -> None:
@@ -384,11 +390,11 @@ class CheckpointManager:
             raise TrainingError("the manager is closed")
 
 
-def _require_state(state: object) -> None:
-    """Refuse what is no state of a job, such as a state dict.
+def _require_model(state: object) -> None:
+    """Refuse what has no model of its own.
 
     Raises:
-        TrainingError: says what to pass.
+        TypeError: says what to pass.
     """
     if not isinstance(state, TrainState):
-        raise TrainingError(f"pass a TrainState(model, optimizer, …), not a {type(state).__name__}")
+        raise TypeError(f"pass a TrainState(model, optimizer, …), not a {type(state).__name__}")

@@ -7,58 +7,29 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner
-
-from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.steps import in_step_order
 from dcptool.errors import CheckpointNotFoundError, ItemError, LayoutError, StorageError, TrainingError
 from dcptool.formats.detect import open_checkpoint
-from dcptool.ops.diff import live
-from dcptool.ops.diff.diff import compare
-from dcptool.ops.diff.results import DiffReport
 from dcptool.ops.latest import find_latest
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, Verdict
 from dcptool.runs.directory import find_runs, runs_at
 from dcptool.storage import is_url, join, locate
-from dcptool.training.optimizers import loading
-from dcptool.training.ranks import Ranks, sendable
-from dcptool.training.reader import Reader
+from dcptool.training.loading import PerRank, load, load_model
+from dcptool.training.objects import ObjectLoader
+from dcptool.training.ranks import Ranks
 from dcptool.training.saving import NO_GRACE, step_name
-from dcptool.training.state import MODEL, OPTIM, UNSTARTED, TrainState, rank_key
-from dcptool.words import listed, of_numbers
+from dcptool.training.state import JobState, TrainState
+from dcptool.words import listed
 
 logger = logging.getLogger("dcptool.training")
-MAX_LISTED = 40
-"""Differences of one kind that are told one by one."""
+_MAX_STEPS = 40
 _WAIT = (
     "It may be whole, and newer than the others: try again when it can be read, or move it out of the run directory."
 )
-_OF_RANK = re.compile(r"(.+)\.rank(\d+)$")
-
-
-class PerRank(NamedTuple):
-    """What became of one kind of per-rank state.
-
-    Attributes:
-        name: as given to `TrainState`, or as found.
-        saved: ranks that have one in the checkpoint.
-        restored: ranks that got theirs back.
-        missing: ranks of today that found none, and keep what they have.
-        unused: ranks of the checkpoint whose state nobody took.
-    """
-
-    name: str
-    saved: tuple[int, ...]
-    restored: tuple[int, ...]
-    missing: tuple[int, ...]
-    unused: tuple[int, ...]
 
 
 class Restored(NamedTuple):
@@ -91,20 +62,35 @@ class _Looked(NamedTuple):
     existed: bool
 
 
-def restore_chosen(root: str, chosen: int | str, state: TrainState, ranks: Ranks, strict: bool) -> Restored:
+class Job(NamedTuple):
+    """Who restores, and how.
+
+    Attributes:
+        ranks: of the job.
+        objects: decodes objects.
+        strict: whether a missing, unexpected or renamed entry, or another dtype, is one too many.
+    """
+
+    ranks: Ranks
+    objects: ObjectLoader
+    strict: bool = True
+
+
+def restore_chosen(root: str, chosen: int | str, state: JobState, job: Job) -> Restored:
     """Load one checkpoint that was named, and no other.
 
     Args:
         root: the run directory.
         chosen: number of a step of it, or the path or URL of any checkpoint.
-        state, ranks, strict: as in `restore_newest`.
+        state: to load into.
+        job: who restores, and how.
 
     Raises:
         TrainingError: it is not complete, does not fit, or cannot be loaded.
     """
     what = f"step {chosen}" if isinstance(chosen, int) else chosen
-    path, step = ranks.on_first(f"{what} was not restored", partial(_named, root, chosen))
-    return _restore(step, path, state, ranks, strict)
+    path, step = job.ranks.on_first(f"{what} was not restored", partial(_named, root, chosen))
+    return _restore(step, path, state, job)
 
 
 def is_step_of(root: str, path: str) -> bool:
@@ -137,12 +123,12 @@ def _step_path(root: str, step: int) -> str:
     names = {name: run.number(name) for run in runs for name in run.steps}
     found = [name for name, number in names.items() if number == step]
     if not found:
-        there = listed([str(number) for number in names.values()][::-1], MAX_LISTED)
+        there = listed([str(number) for number in names.values()][::-1], _MAX_STEPS)
         raise CheckpointNotFoundError(f"{root} has no step {step}; it has {there or 'none'}")
     return join(root, step_name(step) if step_name(step) in found else found[-1])
 
 
-def restore_newest(root: str, state: TrainState, ranks: Ranks, strict: bool) -> Restored | None:
+def restore_newest(root: str, state: JobState, job: Job) -> Restored | None:
     """Load the newest checkpoint of a run that is complete, fits and loads.
 
     Returns:
@@ -155,6 +141,7 @@ def restore_newest(root: str, state: TrainState, ranks: Ranks, strict: bool) -> 
     skipped: list[tuple[str, str]] = []
     before: str | None = None
     existed = tried = False
+    ranks = job.ranks
     while True:
         found = ranks.on_first(f"looking for checkpoints in {root}", partial(_look, root, before))
         existed |= found.existed
@@ -164,7 +151,7 @@ def restore_newest(root: str, state: TrainState, ranks: Ranks, strict: bool) -> 
         if not found.path:
             break
         try:
-            return _restore(found.step, found.path, state, ranks, strict)._replace(skipped=tuple(skipped))
+            return _restore(found.step, found.path, state, job)._replace(skipped=tuple(skipped))
         except TrainingError as error:
             if error.unreadable:
                 raise error.saying(f"{found.path} could not be read: {error}", next_step=_WAIT) from error
@@ -179,7 +166,7 @@ def restore_newest(root: str, state: TrainState, ranks: Ranks, strict: bool) -> 
     raise TrainingError(f"{root} has checkpoints, but none could be restored:\n{lines}{touched}")
 
 
-def load_model_only(path: str, state: TrainState, ranks: Ranks) -> str:
+def load_model_only(path: str, state: TrainState, job: Job) -> str:
     """Load the model's weights alone from a checkpoint, or from the newest complete one of a run directory.
 
     Returns:
@@ -188,13 +175,10 @@ def load_model_only(path: str, state: TrainState, ranks: Ranks) -> str:
     Raises:
         TrainingError: there is none, it does not fit, or it cannot be loaded.
     """
+    ranks = job.ranks
     chosen = ranks.on_first(f"looking for a checkpoint at {path}", lambda: _resolve(path))
-    tree = {MODEL: ranks.agree("the model's state", state.model_tree)}
     checkpoint = ranks.agree(chosen, lambda: open_checkpoint(chosen))
-    keep = {fqn for fqn in checkpoint if fqn.startswith(f"{MODEL}.")}
-    ranks.agree(chosen, lambda: _require_fit(tree, checkpoint, set(checkpoint) - keep, True))
-    _load(tree, checkpoint, ranks, True)
-    ranks.agree(chosen, lambda: state.load_model(tree[MODEL]))
+    load_model(checkpoint, state, job.objects, ranks)
     return chosen
 
 
@@ -248,119 +232,8 @@ def _resolve(path: str) -> str:
     return latest.path
 
 
-def _restore(step: int, path: str, state: TrainState, ranks: Ranks, strict: bool) -> Restored:
+def _restore(step: int, path: str, state: JobState, job: Job) -> Restored:
     """Load one checkpoint on all ranks, or raise TrainingError on all."""
-    checkpoint = ranks.agree("opening it", lambda: open_checkpoint(path))
-    tree = ranks.agree("the state of this job", lambda: state.tree(apart=True))
-    mine = {fqn for fqn in checkpoint if fqn not in checkpoint.tensors and _OF_RANK.match(fqn)}
-    for name in state.per_rank:
-        if f"{name}.{rank_key(ranks.rank)}" not in mine:
-            del tree[name]
-    blank = tree[UNSTARTED]
-    if UNSTARTED not in checkpoint:
-        del tree[UNSTARTED]
-    shared = {name: value for name, value in tree.items() if name not in state.per_rank}
-    ignored = ranks.agree("comparing it with this job", lambda: _require_fit(shared, checkpoint, mine, strict))
-    _load(tree, checkpoint, ranks, strict)
-    stored = {fqn.rpartition(".")[0] for fqn in checkpoint.tensors}
-    not_stored = [fqn for fqn in blank if f"{OPTIM}.state.{fqn}" not in stored]
-    tree[UNSTARTED] = [*(tree.get(UNSTARTED) or ()), *not_stored]
-    with loading(state.optimizers):
-        ranks.agree("taking its state over", lambda: state.load_state_dict(tree, strict=strict))
-    per_rank = _per_rank(mine, tuple(state.per_rank), ranks.world_size)
-    for found in per_rank:
-        if found.missing or found.unused:
-            _warn(ranks, f"{path}: {per_rank_words(found)}")
-    return Restored(step, path, checkpoint.world_size, per_rank, (), tuple(ignored))
-
-
-def _load(tree: dict[str, Any], checkpoint: Checkpoint, ranks: Ranks, strict: bool) -> None:
-    planner = sendable(
-        DefaultLoadPlanner, "set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "load_bytes"
-    )(**({} if strict else {"allow_partial_load": True}))
-    reader = sendable(Reader, "read_metadata", "set_up_storage_reader", "read_data")(checkpoint)
-    ranks.agree("loading it", lambda: dcp.load(tree, storage_reader=reader, planner=planner, process_group=ranks.group))
-
-
-def _require_fit(tree: dict[str, Any], checkpoint: Checkpoint, others: Iterable[str], strict: bool) -> list[str]:
-    """Compare the state of a job with a checkpoint, and return the differences that are let pass.
-
-    Args:
-        tree: the state.
-        checkpoint: an open checkpoint.
-        others: entries of it that are not meant to be loaded.
-        strict: whether a missing, unexpected or renamed entry, or another dtype, is one too many.
-
-    Raises:
-        LayoutError: they differ; the message lists all differences.
-    """
-    report = compare(tree, checkpoint)
-    left_out = set(others)
-    missing = [entry.fqn for entry in report.only_in_a]
-    unexpected = [entry.fqn for entry in report.only_in_b if entry.fqn not in left_out]
-    differences = report.differences
-    nothing: list[str] = []
-    if not strict:
-        if report.alignment:  # what is paired under a rule is loaded under its own name only, which is not there
-            names = dict.fromkeys(known.fqn for known in live.known_entries(tree))
-            missing = [name for name in names if name not in checkpoint]
-            unexpected = [name for name in checkpoint if name not in names and name not in left_out]
-            differences = tuple(found for found in differences if found.fqn_a == found.fqn_b)
-        absent = {name for name in missing if name.startswith(f"{MODEL}.")}
-        if absent and len(absent) == sum(known.fqn.startswith(f"{MODEL}.") for known in live.known_entries(tree)):
-            nothing = ["no entry of the model is in the checkpoint under its name: nothing of it would be loaded"]
-    minor = [
-        *_renamed(report),
-        *_some("missing from the checkpoint: {}", missing),
-        *_some("only in the checkpoint: {}", unexpected),
-        *_some("{}", [_words(found) for found in differences if found.kind == "dtype"]),
-    ]
-    major = [
-        *nothing,
-        *_some("{}", [_words(found) for found in differences if found.kind != "dtype"]),
-        *_some("{}", [finding.message for finding in report.unreadable]),
-    ]
-    if major or (strict and minor):
-        raise LayoutError("; ".join([*major, *minor]))
-    return minor
-
-
-def _words(difference: Any) -> str:
-    return f"{difference.fqn_a!r}: {difference.kind} {difference.a} here, {difference.b} stored"
-
-
-def _some(form: str, names: Sequence[str]) -> list[str]:
-    return [form.format(listed(names, MAX_LISTED))] if names else []
-
-
-def _renamed(report: DiffReport) -> list[str]:
-    """Return what is wrong with entries whose names are the same only under a rule; torch would not find them."""
-    rule = report.alignment
-    if rule is None:
-        return []
-    taken = [f"{prefix!r} {where}" for prefix, where in ((rule.prefix_a, "here"), (rule.prefix_b, "there")) if prefix]
-    wrappers = [f"the wrapper {name}" for name in rule.wrappers]
-    return [f"{rule.n_aligned:,} names differ by {' and '.join([*taken, *wrappers])}"]
-
-
-def _per_rank(names: Iterable[str], wanted: Sequence[str], size: int) -> tuple[PerRank, ...]:
-    saved: dict[str, set[int]] = {name: set() for name in wanted}
-    for fqn in names:
-        match = _OF_RANK.match(fqn)
-        if match:
-            saved.setdefault(match[1], set()).add(int(match[2]))
-    found = []
-    for name, ranks in saved.items():
-        today = set(range(size)) if name in wanted else set()
-        parts = (ranks, ranks & today, today - ranks, ranks - today)
-        found.append(PerRank(name, *(tuple(sorted(part)) for part in parts)))
-    return tuple(found)
-
-
-def per_rank_words(found: PerRank) -> str:
-    """Say in one line what became of one kind of per-rank state."""
-    of = partial(of_numbers, "rank")
-    said = [f"the {found.name} state of {of(found.restored)} was restored" if found.restored else ""]
-    said.append(f"{of(found.missing)} found no {found.name} state and keep what they have" if found.missing else "")
-    said.append(f"the {found.name} state of {of(found.unused)} was not used" if found.unused else "")
-    return "; ".join(filter(None, said))
+    checkpoint = job.ranks.agree("opening it", lambda: open_checkpoint(path))
+    found = load(checkpoint, state, job.objects, job.ranks, job.strict)
+    return Restored(step, path, checkpoint.world_size, found.per_rank, (), found.ignored)

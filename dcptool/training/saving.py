@@ -19,15 +19,17 @@ from dcptool.checkpoint.findings import state_of
 from dcptool.checks.check import Level
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, ItemError, OutputExistsError, StorageError
 from dcptool.formats.dcp.format import METADATA, data_file_rank, rank_metadata
-from dcptool.formats.marker import FOREIGN, NAME, SAVING, Marker, is_unfinished
+from dcptool.formats.marker import FOREIGN, NAME, SAVING, Marker, is_of_save, is_unfinished, marker_in
 from dcptool.ops.mark import make_marker
 from dcptool.ops.prune.delete import Deleted, delete_steps
+from dcptool.ops.prune.plan import Decision
 from dcptool.ops.prune.prune import make_plan
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
 from dcptool.runs.order import next_number
 from dcptool.storage import LocalStorage, Storage, is_temporary, is_url, join, locate, storage_at
 from dcptool.storage.base import translated
+from dcptool.words import listed, plural
 
 logger = logging.getLogger("dcptool.training")
 NO_GRACE = VerifyOptions(grace=0.0)
@@ -219,21 +221,45 @@ def _is_whole(verdict: Verdict) -> bool:
     return state_of(others) in (State.COMPLETE.value, State.UNMARKED.value)
 
 
-def tidy(root: str, step: int, keep: int | None, archive_every: int | None) -> Deleted:
+class Keeping(NamedTuple):
+    """Which steps of its run a job keeps.
+
+    Attributes:
+        keep: how many of the newest complete ones; None for all.
+        archive_every: those whose number is a multiple of this, too.
+        adopt: whether steps that no manager saved are deleted like others.
+        told: such steps of which it was said.
+    """
+
+    keep: int | None
+    archive_every: int | None
+    adopt: bool
+    told: set[str]
+
+
+def tidy(root: str, step: int, keeping: Keeping) -> Deleted:
     """Delete the steps that are not to be kept, and what was set aside for the step that is marked now.
 
-    What cannot be deleted, or not even be looked at, is logged: that is no reason to stop training.
+    Never the step itself, nor, unless they are adopted, whole ones that no manager saved. What cannot be deleted, or
+    not even be looked at, is logged: that is no reason to stop training.
     """
     try:
-        plan = make_plan(root, keep or 1, NO_GRACE, archive_every=archive_every, now=time.time())
+        plan = make_plan(root, keeping.keep or 1, NO_GRACE, archive_every=keeping.archive_every, now=time.time())
         asides = _asides(step)
-        decisions = []
+        storage = storage_of(root)
+        decisions, foreign = [], []
         for decision in plan.decisions:
             if decision.name in asides:
                 decision = decision._replace(keep=False, reason=f"saved anew as {step_name(step)}")
-            elif keep is None:
+            elif keeping.keep is None or decision.name == step_name(step):
                 decision = decision._replace(keep=True)
+            elif not decision.keep and _is_foreign(storage, decision):
+                foreign.append(decision.name)
+                decision = decision._replace(keep=not keeping.adopt)
             decisions.append(decision)
+        if foreign and not keeping.told:
+            _tell_foreign(root, foreign, keeping.adopt)
+        keeping.told.update(foreign)
         # The newest is what this job has written, synced and looked at a moment ago.
         deleted = delete_steps(plan._replace(decisions=tuple(decisions)), NO_GRACE, proof=Level.METADATA)
     except DcptoolError as error:
@@ -244,3 +270,19 @@ def tidy(root: str, step: int, keep: int | None, archive_every: int | None) -> D
     if deleted.names:
         logger.info("deleted %s", ", ".join(deleted.names))
     return deleted
+
+
+def _is_foreign(storage: Storage, decision: Decision) -> bool:
+    """Tell whether a step is whole, and was not saved by a manager nor marked as if it were."""
+    if decision.state not in (State.COMPLETE, State.UNMARKED):
+        return False
+    return not is_of_save(marker_in(storage.below(decision.name), NAME))
+
+
+def _tell_foreign(root: str, names: list[str], adopt: bool) -> None:
+    """Say what becomes of steps that no manager saved."""
+    which = f"{plural(len(names), 'step')} of {root} that no manager saved ({listed(names, 3)})"
+    if adopt:
+        logger.warning("%s are deleted like others, for adopt=True", which)
+    else:
+        logger.warning("%s stay though newer ones are kept; adopt=True deletes such steps like others", which)

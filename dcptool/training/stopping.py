@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 
+from dcptool.errors import TrainingError
 from dcptool.training.ranks import Ranks
 
 logger = logging.getLogger("dcptool.training")
@@ -53,13 +55,24 @@ class LastSave:
         """Take note of how long it took to write and mark a state."""
         self._took.append(seconds)
 
-    def finished_instead(self, step: int, on_its_way: Future[str] | None) -> str | None:
-        """Return the path of the save that was finished and has to do; None if another one is to be made.
+    def finished_instead(self, step: int, uploading: Future[str] | None, wait: Callable[[], None]) -> str | None:
+        """Finish the save on its way, if it is time for the last one, and tell whether it has to do; on all ranks.
 
         Args:
             step: that is to be saved.
-            on_its_way: the save that was when this was asked for; it is done by now.
+            uploading: the save before it, if it was in the background.
+            wait: waits for that; raises TrainingError if it failed.
+
+        Returns:
+            Its path if there is no time for another one; None if there is.
         """
+        if not self.is_due:
+            return None
+        on_its_way = uploading if uploading is not None and not uploading.done() else None
+        try:
+            wait()
+        except TrainingError as error:
+            logger.error("%s; saving step %d instead", error, step)
 
         def decide() -> str | None:
             left = (self._end or 0.0) - time.monotonic()
@@ -70,9 +83,8 @@ class LastSave:
             if on_its_way is None or on_its_way.exception() is not None:
                 logger.warning("step %d may not be saved in time: %s", step, said)
                 return None
-            logger.warning(
-                "step %d is not saved: %s. The save before it was finished: %s", step, said, on_its_way.result()
-            )
-            return on_its_way.result()
+            path = on_its_way.result()
+            logger.warning("step %d is not saved: %s. The save before it was finished: %s", step, said, path)
+            return path
 
         return self._ranks.on_first("the last save was not decided on", decide)

@@ -7,8 +7,8 @@ import inspect
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from dcptool.errors import StorageError
 from dcptool.training.options import Choices
 from dcptool.training.processes import SavingProcess, require_picklable
+from dcptool.training.rank_local import Flat
 from dcptool.training.ranks import Ranks, sendably
+from dcptool.training.tree import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk, or a quota, says that has no room."""
@@ -47,38 +49,27 @@ class Writing:
         self._shapes: Any = None
 
     def write(
-        self, tree: dict[str, Any], path: str, ranks: Ranks, still_ours: Callable[[], None], apart: bool = False
+        self, written: Flat, path: str, ranks: Ranks, still_ours: Callable[[], None], apart: bool = False
     ) -> None:
         """Write a state, on all ranks.
 
         Args:
-            tree: nested dicts, as torch.distributed.checkpoint takes them.
+            written: the state; the paths of its names are for the metadata.
             path: local path or URL of the checkpoint.
             ranks: all ranks.
             still_ours: called on every rank before it writes anything; raises if it must not. Pickled, if apart.
             apart: let the process beside this one do it.
+
+        Raises:
+            TrainingError: it was not written, on some rank.
         """
-
-        def make() -> tuple[Any, Any]:
-            if apart:
-                require_picklable(tree)
-            return self.choices.make_planner(), self.choices.make_writer(path)
-
-        planner, writer = ranks.agree(path, make) if apart or self.choices.may_fail else make()
-        if getattr(planner, "_enable_plan_caching", False):
-            self._forget_other_plans(tree, ranks)
-            planner._cached_plans_key = self._plans
-        guarded = GuardedWriter(writer, path, still_ours), GuardedPlanner(planner)
-        if apart and self.process is not None:
-            self.process.save(tree, *guarded, ranks.group)
-        else:
-            dcp.save(tree, storage_writer=guarded[0], planner=guarded[1], process_group=ranks.group)
-
-    def failed(self, ranks: Ranks) -> None:
-        """Forget what a save that failed on some rank may have left; on all ranks."""
-        self._forget_plans()
-        if self.process is not None and not all(ranks.gather(self.process.is_sound())):
-            self.process.close()  # those of other ranks have lost it
+        try:
+            ranks.agree(f"{path} was not saved", lambda: self._write(written, path, ranks, still_ours, apart))
+        except BaseException:
+            self._forget_plans()
+            if self.process is not None and not all(ranks.gather(self.process.is_sound())):
+                self.process.close()  # those of other ranks have lost it
+            raise
 
     def close(self) -> None:
         """Give back what is kept from one save to the next."""
@@ -86,17 +77,28 @@ class Writing:
         if self.process is not None:
             self.process.close()
 
-    def _forget_other_plans(self, tree: dict[str, Any], ranks: Ranks) -> None:
-        """Forget plans of another state: torch compares names and sizes, not dtypes, nor where names come from."""
-        from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    def _write(self, written: Flat, path: str, ranks: Ranks, still_ours: Callable[[], None], apart: bool) -> None:
+        def make() -> tuple[Any, Any]:
+            if apart:
+                require_picklable(written.values)
+            return self.choices.make_planner(), self.choices.make_writer(path)
 
-        shapes: Any = None
-        with suppress(Exception):  # the planner, which does the same, raises it on all ranks
-            flat, paths = flatten_state_dict(tree)
-            shapes = paths, {name: value.dtype if torch.is_tensor(value) else None for name, value in flat.items()}
-        if not all(ranks.gather(shapes is not None and shapes == self._shapes)):
+        planner, writer = ranks.agree(path, make) if apart or self.choices.may_fail else make()
+        if getattr(planner, "_enable_plan_caching", False):
+            self._forget_other_plans(written, ranks)
+            planner._cached_plans_key = self._plans
+        guarded = GuardedWriter(writer, path, still_ours), GuardedPlanner(planner, written.paths)
+        if apart and self.process is not None:
+            self.process.save(written.values, *guarded, ranks.group)
+        else:
+            dcp.save(written.values, storage_writer=guarded[0], planner=guarded[1], process_group=ranks.group)
+
+    def _forget_other_plans(self, written: Flat, ranks: Ranks) -> None:
+        """Forget plans of another state: torch compares names and sizes, not dtypes, nor where names come from."""
+        kinds = {name: value.dtype if torch.is_tensor(value) else None for name, value in written.values.items()}
+        if not all(ranks.gather(self._shapes == (kinds, written.paths))):
             self._forget_plans()
-        self._shapes = shapes
+        self._shapes = kinds, written.paths
 
     def _forget_plans(self) -> None:
         for cache in _CACHES:
@@ -113,10 +115,15 @@ def _accepted(method: Callable[..., Any], options: dict[str, Any]) -> dict[str, 
 
 
 class GuardedPlanner(SavePlanner):  # type: ignore[misc]
-    """A planner whose errors reach all ranks."""
+    """A planner whose errors reach all ranks, and that records where in the nested state each name was.
 
-    def __init__(self, planner: Any) -> None:
-        self._planner = planner
+    Args:
+        planner: any of torch's or of a job's; it is given the state flat.
+        paths: by name, the path of each value in the nested state.
+    """
+
+    def __init__(self, planner: Any, paths: Mapping[str, Path]) -> None:
+        self._planner, self._paths = planner, paths
 
     def __getattr__(self, name: str) -> Any:
         if name == "_planner":  # as it is unpickled
@@ -127,6 +134,8 @@ class GuardedPlanner(SavePlanner):  # type: ignore[misc]
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         options = {"storage_meta": storage_meta, "is_coordinator": is_coordinator}
         self._planner.set_up_planner(state_dict, **_accepted(self._planner.set_up_planner, options))
+        mappings = getattr(self._planner, "mappings", {})
+        self._planner.mappings = {fqn: self._paths.get(fqn, path) for fqn, path in mappings.items()}
 
     @sendably
     def create_local_plan(self) -> Any:

@@ -81,6 +81,7 @@ OPTIONS = {
     "plans kept": {"planner": {"enable_plan_caching": True}},
     "plans kept, lowest rank": {"planner": {"enable_plan_caching": True, "dedup_save_to_lowest_rank": True}},
     "lowest rank": {"planner": {"dedup_save_to_lowest_rank": True}},
+    "not flat": {"planner": {"flatten_state_dict": False}},
     "torch's planner": {"planner": DefaultSavePlanner},
     "a planner of its own": {"planner": KeptPlanner},
     "shared memory": {"stager": {"use_shared_memory": True}},

@@ -149,8 +149,8 @@ def test_never_two_saves_at_once(tmp_path, monkeypatch):
 def test_what_is_no_state_of_a_job_is_refused(manager, how):
     state = job()[2]
     manager.save(1, state)
-    arguments = {"save": (1, {"a": 1}), "async_save": (1, {"a": 1}), "restore": ({"a": 1},)}
-    with pytest.raises(TrainingError, match=r"pass a TrainState\(model, optimizer, …\), not a dict"):
+    arguments = {"save": (1, [1]), "async_save": (1, {2: 1}), "restore": ("state",)}
+    with pytest.raises(TrainingError, match=r"pass a TrainState\(model, optimizer, …\).*, not "):
         getattr(manager, how)(*arguments.get(how, ({"a": 1}, manager.root)))
     assert manager.restore(state).step == 1  # a step of that number is still there
 
@@ -671,7 +671,8 @@ def test_when_one_rank_dies_the_others_end(tmp_path, how):
 
 
 def different_extras(rank, root):
-    _, _, state = job("ddp", progress=Box(rank=rank), same=Box(n=1))
+    progress = Box(rank=rank)
+    _, _, state = job("ddp", progress=progress, same=Box(n=1))
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -679,14 +680,16 @@ def different_extras(rank, root):
     with CheckpointManager(root) as manager:
         manager.save(1, state)
         manager.async_save(2, state)
-    return messages
+        progress.state["rank"] = 7
+        manager.restore(state)
+    return messages, progress.state["rank"]
 
 
-def test_extras_that_differ_between_ranks_are_told(tmp_path):
-    """R17: of what has one name on all ranks one is saved."""
-    told = values(run_ranks(2, different_extras, str(tmp_path / "run")))
-    assert told[1] == []
-    assert told[0] == ["progress is not the same on all ranks; only one is saved. Per rank: per_rank="]
+def test_extras_that_differ_between_ranks_are_told_once_and_kept_per_rank(tmp_path):
+    """R17: of what has one name on all ranks DCP saves one."""
+    (told, mine), (nothing, others) = values(run_ranks(2, different_extras, str(tmp_path / "run")))
+    assert (mine, others, nothing) == (0, 1, [])
+    assert told == ["not the same on all ranks, so each keeps its own, under rank_local.rank<r>: progress"]
 
 
 def test_no_process_group_is_left(tmp_path):
