@@ -70,6 +70,9 @@ class CheckpointManager:
         timeout: how long a rank waits for the others, None for torch's half hour.
         lease_seconds: how long a lease lasts that is not renewed (it is, six times in that time), and the longest that
             the first save waits for another job to end.
+        adopt: whether whole steps that no manager saved are deleted like others; without it they stay.
+        safe_globals: classes and functions that objects in checkpoints may name besides those of plain values, tensors
+            and arrays; None for any that does nothing but make an object.
 
     Example:
         >>> with CheckpointManager("run", keep=3) as manager:
@@ -124,6 +127,10 @@ class CheckpointManager:
 
     def save(self, step: int, state: TrainState | dict[str, Any]) -> str:
         """Save a step and return its path, once it is marked.
+
+        Args:
+            step: its number, the same on all ranks.
+            state: a TrainState; or a dict as `dcp.save` takes it, of things with `state_dict` and of plain values.
 
         Raises:
             TrainingError: it was not saved, or the save before it was not; on every rank, with what went wrong where.
@@ -206,7 +213,7 @@ class CheckpointManager:
         is saved from then on is newer than every step there is.
 
         Args:
-            state: what to load into.
+            state: what to load into; or a dict of names, of which those with `load_state_dict` take their state over.
             strict: without it, entries that are only here or only there are left alone, and dtypes are cast; a
                 checkpoint that has no entry of the model is still refused.
             step: number of the step to load, of this run.
