@@ -48,14 +48,15 @@ class Demands(NamedTuple):
 
     Attributes:
         own: the state of the job on this rank.
-        is_open: tells of a path whether the checkpoint may have more there than the job has now.
+        open_at: tells of a path how much of it names what comes whole from the checkpoint, whatever the job has there
+            now; 0 if it must be what the job has.
         optional: names of the state that a checkpoint need not have.
         ignored: names in the checkpoint that are nobody's, and meant to be.
         frozen: parameters of the job that are not trained.
     """
 
     own: Flat
-    is_open: Callable[[Path], bool]
+    open_at: Callable[[Path], int]
     optional: frozenset[str] = frozenset()
     ignored: Callable[[str], bool] = lambda name: False
     frozen: frozenset[str] = frozenset()
@@ -98,18 +99,18 @@ def _compared(checkpoint: Checkpoint, demands: Demands, rank: int) -> tuple[Load
     paths: dict[str, Path] = {}
     for name, fqn in there.names.items():
         path = own.paths.get(name) or _path_of(checkpoint, fqn)
-        if name in own.values or (path and demands.is_open(path)):
+        if name in own.values or (path and demands.open_at(path)):
             names[name], paths[name] = fqn, path or ()
     taken = _TakenPaths(paths.values())
     asked: dict[str, Any] = {}
     missing: list[str] = []
     for name, value in own.values.items():
+        path = own.paths[name]
+        whole = demands.open_at(path)
         if name in names:
-            if not demands.is_open(own.paths[name]) or is_alike(value, checkpoint.entries[names[name]]):
+            if _must_be_alike(value, checkpoint.entries[names[name]], path, whole):
                 asked[names[name]] = _known(value)
-        elif name not in demands.optional and not (
-            demands.is_open(own.paths[name]) and taken.replaces(own.paths[name])
-        ):
+        elif name not in demands.optional and not (whole and taken.replace(path, whole)):
             asked[name] = _known(value)
             missing.append(name)
     return LoadList(names, paths, tuple(missing), there.own), compare(asked, checkpoint)
@@ -122,12 +123,22 @@ class _TakenPaths:
         self._leaves = set(paths)
         self._branches = {path[:end] for path in self._leaves for end in range(1, len(path))}
 
-    def replaces(self, path: Path) -> bool:
-        """Tell whether something else is taken where the state has a leaf now: a whole, or parts."""
-        if path[-1] == STRUCTURE:
-            path = path[:-1]
+    def replace(self, path: Path, whole: int) -> bool:
+        """Tell whether something else is taken where the state has a leaf now.
+
+        Args:
+            path: of the leaf.
+            whole: so many parts of it name what comes whole.
+        """
+        path = path[: min(whole, len(path) - (path[-1] == STRUCTURE))]
         above = [path[:end] for end in range(1, len(path) + 1)]
         return path in self._branches or any(one in self._leaves or (*one, STRUCTURE) in self._leaves for one in above)
+
+
+def _must_be_alike(value: Any, entry: Entry, path: Path, whole: int) -> bool:
+    """Tell whether what the job has must be what is stored: unless it comes whole, or one of both is no tensor."""
+    both = isinstance(entry, TensorEntry) and torch.is_tensor(value)
+    return not whole or is_alike(value, entry) or (both and whole == len(path))
 
 
 def is_alike(value: Any, entry: Entry) -> bool:

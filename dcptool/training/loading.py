@@ -83,11 +83,27 @@ def load(checkpoint: Checkpoint, state: JobState, objects: ObjectLoader, ranks: 
 def load_model(checkpoint: Checkpoint, state: TrainState, objects: ObjectLoader, ranks: Ranks) -> None:
     """Load the weights of the model alone; errors as of `load`."""
     own = ranks.agree("the model's state", lambda: Flat(*flatten({MODEL: state.model_tree()})))
-    is_open = state.opener(own, False)
-    demands = Demands(own, lambda path: path[0] == MODEL and is_open(path), ignored=_is_no_weight)
+    open_at = state.opener(own, False)
+    demands = Demands(own, lambda path: open_at(path) if path[0] == MODEL else 0, ignored=_is_no_weight)
     wanted, _ = fit(checkpoint, demands, ranks, True)
     values = _loaded(checkpoint, own, wanted, objects, ranks)
     ranks.agree("taking it over", lambda: state.load_model(nested(values, wanted.paths)[MODEL]))
+
+
+class Saving(NamedTuple):
+    """A state that is being saved.
+
+    Attributes:
+        state: whose it is.
+        own: it.
+        written: what this rank writes of it.
+        is_new: whether names or shapes are not those of the save before: then it is seen whether it could be restored.
+    """
+
+    state: JobState
+    own: Flat
+    written: Flat
+    is_new: bool
 
 
 def require_restorable(path: str, own: Flat, state: JobState, objects: ObjectLoader, ranks: Ranks) -> None:
@@ -163,16 +179,22 @@ def _objects(checkpoint: Checkpoint, wanted: LoadList, objects: ObjectLoader) ->
 
 
 def _targets(checkpoint: Checkpoint, own: Flat, wanted: LoadList) -> dict[str, torch.Tensor]:
-    """Return the tensors to load into: those of the job, or new ones where it has none of that shape."""
+    """Return the tensors to load into: those of the job, or new ones where it has none for this alone."""
     model = {
         name: value for name, value in own.values.items() if name.startswith(f"{MODEL}.") and torch.is_tensor(value)
     }
-    targets = {}
+    targets: dict[str, torch.Tensor] = {}
+    used: set[int] = set()
     for name, fqn in wanted.names.items():
         entry = checkpoint.tensors.get(fqn)
-        if entry is not None:
-            mine = own.values.get(name)
-            targets[name] = mine if is_alike(mine, entry) else _new(entry, wanted.paths[name], mine, model)
+        if entry is None:
+            continue
+        mine, path = own.values.get(name), wanted.paths[name]
+        if is_alike(mine, entry) and (id(mine) not in used or path[0] in (MODEL, OPTIM)):
+            targets[name] = mine
+            used.add(id(mine))
+        else:  # one that was another's too before may be one of its own now
+            targets[name] = _new(entry, path, mine, model)
     return targets
 
 

@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from dcptool.errors import TrainingError
 from dcptool.storage import is_url, join, remember_options
 from dcptool.training.events import OnSave, SaveResult, announce
 from dcptool.training.lease import LeaseWatch, RunLease
-from dcptool.training.loading import require_restorable
+from dcptool.training.loading import Saving, require_restorable
 from dcptool.training.objects import ObjectLoader
 from dcptool.training.options import Choice, Choices
 from dcptool.training.processes import SavingProcess, wants_process
@@ -36,22 +36,6 @@ from dcptool.training.tree import flatten
 from dcptool.training.writing import Writing
 
 logger = logging.getLogger("dcptool.training")
-
-
-class _Saving(NamedTuple):
-    """A state that is being saved.
-
-    Attributes:
-        state: whose it is.
-        own: it.
-        written: what this rank writes of it.
-        is_new: whether names or shapes are not those of the save before: then it is seen whether it could be restored.
-    """
-
-    state: JobState
-    own: Flat
-    written: Flat
-    is_new: bool
 
 
 class CheckpointManager:
@@ -86,6 +70,9 @@ class CheckpointManager:
         timeout: how long a rank waits for the others, None for torch's half hour.
         lease_seconds: how long a lease lasts that is not renewed (it is, six times in that time), and the longest that
             the first save waits for another job to end.
+        adopt: whether whole steps that no manager saved are deleted like others; without it they stay.
+        safe_globals: classes and functions that objects in checkpoints may name besides those of plain values, tensors
+            and arrays; None for any that does nothing but make an object.
 
     Example:
         >>> with CheckpointManager("run", keep=3) as manager:
@@ -158,6 +145,10 @@ class CheckpointManager:
 
         With `stop_within`, after `should_stop` was true: if a save is still on its way and there is no time for another
         one after it, this one is left out, with a warning, and the path is that of the save that was finished.
+
+        Args:
+            step: its number, the same on all ranks.
+            state: a TrainState; or a dict as `dcp.save` takes it, of things with `state_dict` and of plain values.
 
         Raises:
             TrainingError: it was not saved, or the save before it was not; on every rank, with what went wrong where.
@@ -237,7 +228,7 @@ class CheckpointManager:
         is saved from then on is newer than every step there is.
 
         Args:
-            state: what to load into.
+            state: what to load into; or a dict of names, of which those with `load_state_dict` take their state over.
             strict: without it, entries that are only here or only there are left alone, and dtypes are cast; a
                 checkpoint that has no entry of the model is still refused.
             step: number of the step to load, of this run.
@@ -332,15 +323,15 @@ class CheckpointManager:
         self._lease.join(self._ranks.on_first(f"{path} was not saved", prepare))
         return path, state
 
-    def _state_of(self, state: JobState, path: str) -> _Saving:
+    def _state_of(self, state: JobState, path: str) -> Saving:
         """Return the state to save: what is not the same on all ranks, each rank saves under a name of its own."""
         what = f"{path} was not saved"
         own = self._ranks.agree(what, lambda: Flat(*flatten(state.tree())))
         unstarted = own.values.get(UNSTARTED, ())
         written = self._rank_local.arrange(own, state.per_rank, unstarted, self._ranks, what)
-        return _Saving(state, own, written, self._rank_local.changed)
+        return Saving(state, own, written, self._rank_local.changed)
 
-    def _write(self, path: str, step: int, saving: _Saving, began: float, *, in_background: bool = False) -> None:
+    def _write(self, path: str, step: int, saving: Saving, began: float, *, in_background: bool = False) -> None:
         """Write a step, mark it once all ranks have, and delete older ones; in whichever thread."""
         ranks = self._upload_ranks if in_background else self._ranks
         apart = in_background and self._writing.process is not None

@@ -108,7 +108,7 @@ class RankLocal:
         differs = there & (table != table[owner, np.arange(len(every))])
         found = {name for name, local in zip(every, differs.any(0), strict=True) if local}
         groups = {name for name in found if name.endswith(f".{_PARAMS}") and name.startswith("optim.param_groups.")}
-        self._tell(found - self._local - groups, ranks)
+        self._tell(found - self._local - groups - {"optim_unstarted"}, ranks)
         self._local |= found - groups
         values, paths = dict(flat.values), dict(flat.paths)
         for name, union in _unions(sorted(groups), values, ranks).items():
@@ -126,7 +126,7 @@ class RankLocal:
     def _tell(self, found: set[str], ranks: Ranks) -> None:
         if found and ranks.rank == 0:
             which = listed(sorted(found), 5)
-            logger.info("not the same on all ranks, so each keeps its own, under %s.rank<r>: %s", PREFIX, which)
+            logger.warning("not the same on all ranks, so each keeps its own, under %s.rank<r>: %s", PREFIX, which)
 
 
 class RankView(NamedTuple):

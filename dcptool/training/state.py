@@ -69,8 +69,8 @@ class JobState(Protocol):
     def tree(self, *, apart: bool = False) -> dict[str, Any]:
         """Return the state as nested dicts that DCP keeps as they are; see `TrainState.tree`."""
 
-    def opener(self, own: Flat, same_optimizers: bool) -> Callable[[Path], bool]:
-        """Return what tells where a checkpoint may have more than there is now; see `TrainState.opener`."""
+    def opener(self, own: Flat, same_optimizers: bool) -> Callable[[Path], int]:
+        """Return what tells where a checkpoint may have something else than there is now; see `TrainState.opener`."""
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Take over a state of the form that `tree` returns."""
@@ -152,15 +152,18 @@ class TrainState:
         """Return the model's state alone, packed; tensors are the live ones."""
         return {fqn: pack(value) for fqn, value in get_model_state_dict(self.model).items()}
 
-    def opener(self, own: Flat, same_optimizers: bool) -> Callable[[Path], bool]:
-        """Return what tells whether a checkpoint may have more at a path than there is now, and it is taken over.
+    def opener(self, own: Flat, same_optimizers: bool) -> Callable[[Path], int]:
+        """Return what tells where a checkpoint may have something else than there is now, and it is taken over.
 
-        That is what a fresh object has not made yet: any part of an extra or of a module's extra state, and what
-        optimizers of the same classes keep for a parameter of this model.
+        That is what a fresh object has not made yet: an extra and a module's extra state, which come as they were, and
+        what optimizers of the same classes keep for a parameter of this model besides what they keep now.
 
         Args:
             own: this state.
             same_optimizers: whether the checkpoint is of optimizers of the same classes.
+
+        Returns:
+            Of a path in the packed state, how many parts of it name what comes whole; 0 where nothing else may be.
         """
         extra_states = {
             path[1]
@@ -170,14 +173,15 @@ class TrainState:
         stepped = {path[2] for path in own.paths.values() if path[0] == OPTIM and len(path) > 3}
         known = set(own.paths.values())
 
-        def is_open(path: Path) -> bool:
+        def open_at(path: Path) -> int:
             if path[0] == MODEL:
-                return len(path) > 2 and path[1] in extra_states
+                return 2 if len(path) > 1 and path[1] in extra_states else 0
             if path[0] == OPTIM:
-                return same_optimizers and len(path) > 3 and path[2] in stepped and path not in known
-            return path[0] in self.shared
+                is_more = len(path) > 3 and path[2] in stepped and path not in known
+                return len(path) if same_optimizers and is_more else 0
+            return 1 if path[0] in self.shared else 0
 
-        return is_open
+        return open_at
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -242,10 +246,10 @@ class PlainState:
         }
         return packed
 
-    def opener(self, own: Flat, same_optimizers: bool) -> Callable[[Path], bool]:
+    def opener(self, own: Flat, same_optimizers: bool) -> Callable[[Path], int]:
         """Return what tells where a checkpoint may have more than there is now: below any name of this state."""
         del own, same_optimizers
-        return lambda path: path[0] in self._values
+        return lambda path: len(path) if path[0] in self._values else 0
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Take over a state of the form that `tree` returns."""
