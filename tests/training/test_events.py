@@ -37,7 +37,8 @@ def told(rank: int, root: str, how: str) -> list:
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
 def test_on_save_is_given_every_step_once(tmp_path, how):
-    pytest.importorskip("torch.distributed.checkpoint.staging")
+    if not hasattr(pytest.importorskip("torch.distributed.checkpoint.staging"), "DefaultStager"):
+        pytest.skip("this torch copies before async_save returns")
     first, second = values(run_ranks(2, told, str(tmp_path / "run"), how))
     assert second == []  # rank 0 only
     assert [(result.step, result.path) for result, _ in first] == [

@@ -19,6 +19,8 @@ from tests.training.test_choices import loaded, same  # noqa: E402
 from tests.training_jobs import job, train  # noqa: E402
 
 staging = pytest.importorskip("torch.distributed.checkpoint.staging")
+if not hasattr(staging, "StagingOptions"):
+    pytest.skip("this torch has no choice of staging", allow_module_level=True)
 DEEP = dcptool.VerifyOptions(level=dcptool.Level.DEEP)
 
 
@@ -102,8 +104,8 @@ class Trouble:
         return Stager()
 
 
-def fail_once(rank: int, folder: str, how: str, raised: str) -> dict[str, str]:
-    """Save three steps with each kind of trouble, which comes in the second; returns what was said."""
+def fail_once(rank: int, folder: str, how: str, raised: str, bad: int) -> dict[str, str]:
+    """Save three steps with each kind of trouble, which comes in one of them; returns what was said."""
     said = {}
     for where, failing in FAILING.items():
         if where in STAGER and how == "save":
@@ -113,11 +115,9 @@ def fail_once(rank: int, folder: str, how: str, raised: str) -> dict[str, str]:
         with CheckpointManager(Path(folder, where), keep=None, **trouble.options()) as manager:
             for step in (1, 2, 3):
                 train(model, optimizer, step)
-                trouble.on = step == 2 and rank == failing
-                if trouble.on and where == "stager made":
-                    manager._stager.close()  # as one that is made for this save only
-                elif where == "stager made" and step == 2:
-                    manager._stager.close()
+                trouble.on = step == bad and rank == failing
+                if where == "stager made" and step == bad:
+                    manager._stager.close()  # so that another is made for this save
                 try:
                     getattr(manager, how)(step, state)
                     manager.wait()
@@ -126,19 +126,21 @@ def fail_once(rank: int, folder: str, how: str, raised: str) -> dict[str, str]:
     return said
 
 
-@pytest.mark.parametrize("raised", RAISED)
+@pytest.mark.parametrize(("raised", "bad"), [("plain", 1), ("plain", 2), ("full", 2), ("unsendable", 2)])
 @pytest.mark.parametrize("how", ["save", "async_save"])
-def test_what_fails_on_one_rank_is_told_on_all_and_the_next_save_works(tmp_path, how, raised):
-    said, other = values(run_ranks(2, fail_once, str(tmp_path), how, raised))
+def test_what_fails_on_one_rank_is_told_on_all_and_the_next_save_works(tmp_path, how, raised, bad):
+    """In the first save too: what is kept of a plan on some ranks only must not be used by the next."""
+    said, other = values(run_ranks(2, fail_once, str(tmp_path), how, raised, bad))
     kinds = [where for where in FAILING if how == "async_save" or where not in STAGER]
     assert list(said) == kinds
     assert said == other
     for where in kinds:
-        assert said[where].startswith("2: "), where
-        assert "step_2 was not saved: " in said[where], where
+        assert said[where].startswith(f"{bad}: "), where
+        assert f"step_{bad} was not saved: " in said[where], where
         assert WORDS[raised] in said[where], (where, said[where])
         assert f"rank {FAILING[where]}: " in said[where], (where, said[where])
         root = tmp_path / where
-        assert sorted(path.name for path in root.iterdir()) == ["step_1", "step_3"], where
+        good = [f"step_{step}" for step in (1, 2, 3) if step != bad]
+        assert sorted(path.name for path in root.iterdir()) == good, where
         assert dcptool.verify(root, DEEP).good, where
         assert same(loaded(root / "step_3"), loaded(tmp_path / kinds[0] / "step_3")), where
