@@ -97,7 +97,7 @@ class Saving(NamedTuple):
         state: whose it is.
         own: it.
         written: what this rank writes of it.
-        is_new: whether names or shapes are not those of the save before: then it is seen whether it could be restored.
+        is_new: whether names or kinds are not those of the save before: then it is seen whether it could be restored.
     """
 
     state: JobState

@@ -4,7 +4,7 @@ DCP saves a tensor that is no DTensor, and any object, once, whichever rank it i
 wrong for BatchNorm's statistics, a local expert, an optimizer of local tensors. Here the lowest rank that has such a
 value keeps the name, so that it is found by all who know the name; others save theirs as `rank_local.rank<r>.<name>`.
 
-Digests of all bytes are compared at the first save and whenever names or shapes have changed, later of a sample.
+Digests of all bytes are compared at the first save and whenever names or kinds have changed, later of a sample.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger("dcptool.training")
 PREFIX = "rank_local"
 _OWN = re.compile(rf"{PREFIX}\.rank(\d+)\.(.+)", re.DOTALL)
 _PARAMS = "params"
-_SAMPLE = 4096
+_SAMPLE = 256
 """So many elements of a tensor are looked at once its name is known."""
 _MISSING, _BLANK = 0, 1
 """In place of a digest: the rank has no such value; only zeros, for the parameter was never stepped there."""
@@ -48,13 +48,12 @@ class RankLocal:
     """Tells, save by save, which values are not the same on all ranks. Called by all ranks in the same order.
 
     Attributes:
-        changed: whether, at the last save, names or shapes of any rank were not those of the save before.
+        changed: whether, at the last save, names or kinds of any rank were not those of the save before.
     """
 
     def __init__(self) -> None:
         self.changed = True
         self._known: bytes | None = None
-        self._names: list[tuple[str, ...]] = []
         self._local: set[str] = set()
 
     def arrange(self, flat: Flat, apart: Iterable[str], unstarted: Iterable[str], ranks: Ranks, what: str) -> Flat:
@@ -73,16 +72,33 @@ class RankLocal:
                 name for name, value in flat.values.items() if flat.paths[name][0] not in left_out and _is_plain(value)
             )
         )
-        shapes = _hash(
-            f"{name} {_shape(value)}" for name, value in sorted(flat.values.items(), key=lambda pair: pair[0])
-        )
-        first = ranks.gather((shapes != self._known, _hash(names)))
-        self.changed = any(changed for changed, _ in first)
-        self._known = shapes
-        if self.changed:
-            self._names = []
+        kinds = _hash(f"{name} {_kind(value)}" for name, value in sorted(flat.values.items(), key=lambda pair: pair[0]))
+        glance = ranks.agree(what, lambda: self._glance(flat, names, blank) if ranks.world_size > 1 else b"")
+        told = ranks.gather((kinds != self._known, _hash(names), _hash(sorted(blank)), glance))
+        self.changed = any(changed for changed, *_ in told)
+        self._known = kinds
         if ranks.world_size == 1:
             return flat
+        if not self.changed and len(set(told)) == 1:  # then no value began to differ, and rank 0 has all there are
+            return _moved(flat, self._local if ranks.rank else (), ranks.rank)
+        return self._looked(flat, names, blank, ranks, what)
+
+    def _glance(self, flat: Flat, names: Iterable[str], blank: set[str]) -> bytes:
+        """Return a digest of a sample of all values that may begin to differ."""
+        values = {name: flat.values[name] for name in names if name not in self._local}
+        values = {name: value for name, value in values.items() if not _is_blank(flat.paths[name], blank)}
+        together: dict[Any, list[torch.Tensor]] = {}
+        rest = []
+        for value in values.values():
+            if torch.is_tensor(value) and _is_simple(value):
+                together.setdefault((value.dtype, value.device), []).append(_sample(value))
+            else:
+                rest.append(value)
+        parts = (_bytes_of(torch.cat(samples), True) for samples in together.values())
+        return _hash([*(crc32(part).to_bytes(4, "little") for part in parts), *_parts(rest, False)])
+
+    def _looked(self, flat: Flat, names: tuple[str, ...], blank: set[str], ranks: Ranks, what: str) -> Flat:
+        """Compare the digests of all values, and return what this rank shall save."""
 
         def digests() -> np.ndarray[Any, Any]:
             found = (
@@ -92,14 +108,13 @@ class RankLocal:
             return np.fromiter(found, np.uint64, len(names))
 
         mine = ranks.agree(what, digests)
-        same_names = len({told for _, told in first}) == 1
-        if same_names and not self._local and len(set(ranks.gather(_hash([mine.tobytes()])))) == 1:
+        by_rank = ranks.gather((_hash(names), _hash([mine.tobytes()])))
+        same_names = len({told for told, _ in by_rank}) == 1
+        if len(set(by_rank)) == 1 and not self._local:
             return flat
-        if not self._names:
-            self._names = [names] * ranks.world_size if same_names else ranks.gather(names)
-        every = sorted(set().union(*self._names))
-        table = _table(every, self._names, ranks.gather(mine))
-        return self._arranged(flat, every, table, ranks)
+        every_name = [names] * ranks.world_size if same_names else ranks.gather(names)
+        every = sorted(set().union(*every_name))
+        return self._arranged(flat, every, _table(every, every_name, ranks.gather(mine)), ranks)
 
     def _arranged(self, flat: Flat, every: Sequence[str], table: np.ndarray[Any, Any], ranks: Ranks) -> Flat:
         stepped = table > _BLANK
@@ -113,15 +128,10 @@ class RankLocal:
         values, paths = dict(flat.values), dict(flat.paths)
         for name, union in _unions(sorted(groups), values, ranks).items():
             values[name] = union
-        for index, name in enumerate(every):
-            if name not in values or name in groups:
-                continue
-            if not there[ranks.rank, index]:
-                del values[name], paths[name]
-            elif name in self._local and owner[index] != ranks.rank:
-                own = f"{PREFIX}.rank{ranks.rank}.{name}"
-                values[own], paths[own] = values.pop(name), (PREFIX, f"rank{ranks.rank}", *paths.pop(name))
-        return Flat(values, paths)
+        for name in [name for name, here in zip(every, there[ranks.rank], strict=True) if name in values and not here]:
+            del values[name], paths[name]
+        mine = {name for name, rank in zip(every, owner, strict=True) if rank == ranks.rank}
+        return _moved(Flat(values, paths), self._local - mine - groups, ranks.rank)
 
     def _tell(self, found: set[str], ranks: Ranks) -> None:
         if found and ranks.rank == 0:
@@ -157,6 +167,16 @@ def view_of(checkpoint: Checkpoint, rank: int) -> RankView:
     return RankView({**names, **mine}, {name: frozenset(ranks) for name, ranks in own.items()})
 
 
+def _moved(flat: Flat, names: Iterable[str], rank: int) -> Flat:
+    """Return a state in which some values have names of the rank's own."""
+    values, paths = dict(flat.values), dict(flat.paths)
+    for name in sorted(names):
+        if name in values:
+            own = f"{PREFIX}.rank{rank}.{name}"
+            values[own], paths[own] = values.pop(name), (PREFIX, f"rank{rank}", *paths.pop(name))
+    return Flat(values, paths)
+
+
 def _is_plain(value: Any) -> bool:
     return not isinstance(value, DTensor | ShardedTensor)
 
@@ -165,8 +185,8 @@ def _is_blank(path: Path, unstarted: set[str]) -> bool:
     return path[:2] == ("optim", "state") and path[2] in unstarted
 
 
-def _shape(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if torch.is_tensor(value) else ""
+def _kind(value: Any) -> str:
+    return str(value.dtype) if torch.is_tensor(value) else ""
 
 
 def _hash(parts: Iterable[Any]) -> bytes:
@@ -205,20 +225,29 @@ def _parts(value: Any, full: bool) -> Iterable[Any]:
 
 def _bytes_of(tensor: torch.Tensor, full: bool) -> memoryview:
     """Return the bytes of a tensor, or of a sample of its elements."""
-    tensor = tensor.detach()
-    if (
-        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-        or tensor.layout is not torch.strided
-        or tensor.is_quantized
-    ):
+    if not _is_simple(tensor):
         stream = io.BytesIO()
         torch.save(tensor, stream)
         return stream.getbuffer()
-    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
-    if not full and flat.numel() > _SAMPLE:
-        flat = flat[:: flat.numel() // _SAMPLE]
+    flat = _elements(tensor) if full else _sample(tensor)
     data: memoryview = flat.cpu().contiguous().view(torch.uint8).numpy().data
     return data
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's elements are values in memory."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = _elements(tensor)
+    return flat[:: flat.numel() // _SAMPLE] if flat.numel() > _SAMPLE else flat
 
 
 def _table(

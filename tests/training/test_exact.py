@@ -691,3 +691,37 @@ class OneWay:
 
     def __setstate__(self, state):
         raise ValueError("no way back")
+
+
+def begins_to_differ(rank, root):
+    large = torch.zeros(100_000)
+    box = Box(large=large, small=torch.zeros(3), n=0, keys={1: 2})
+    _, _, state = job("ddp", box=box)
+    back = []
+    with CheckpointManager(root) as manager:
+        for step in range(4):
+            if step == 1:
+                large += rank
+            elif step == 2:
+                box.state["n"] = rank
+            elif step == 3:
+                box.state["small"][1] = rank
+            want = {**box.state, "large": large.clone(), "small": box.state["small"].clone()}
+            manager.save(step, state)
+            box.state = {"large": torch.zeros(100_000), "small": torch.zeros(3), "n": 9, "keys": {}}
+            manager.restore(state)
+            back.append(same(box.state, want))
+            large = box.state["large"]
+    return back
+
+
+def test_n13_a_value_that_begins_to_differ_later(tmp_path):
+    for back in values(run_ranks(2, begins_to_differ, str(tmp_path / "run"))):
+        assert back == [True] * 4
+    kept = [
+        sorted(
+            name.removeprefix("rank_local.rank1.box.") for name in dcptool.open(step) if name.startswith("rank_local")
+        )
+        for step in sorted((tmp_path / "run").glob("step_*"))
+    ]
+    assert kept == [["large"], ["large", "n"], ["large", "n", "small"]]  # of the newest three
