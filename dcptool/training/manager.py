@@ -24,7 +24,7 @@ from dcptool.training.loading import Saving, require_restorable
 from dcptool.training.objects import ObjectLoader
 from dcptool.training.options import Choice, Choices
 from dcptool.training.processes import SavingProcess, wants_process
-from dcptool.training.rank_local import Flat, RankLocal
+from dcptool.training.rank_local import Flat, RankLocal, Share
 from dcptool.training.ranks import Ranks
 from dcptool.training.restoring import Job, Restored, is_step_of, load_model_only, restore_chosen, restore_newest
 from dcptool.training.saving import Keeping, Times, clear_unfinished, make_room, mark_saved, step_name, tidy
@@ -186,6 +186,8 @@ class CheckpointManager:
             staged = self._ranks.agree(
                 f"{path} was not saved", lambda: self._stager.stage(values, job_state.optimizers)
             )
+            if not job_state.optimizers:  # nothing tells when the state is about to change
+                self._stager.wait()
         except BaseException:
             self._stager.done()
             raise
@@ -305,12 +307,17 @@ class CheckpointManager:
     def _begin(self, step: int, given: TrainState | dict[str, Any]) -> tuple[str, JobState]:
         """Finish the save before, and make room for a step; return its path, and what is saved."""
         self.wait()
-        wanted = self._ranks.gather((step, self.root))
+        path = join(self.root, step_name(step) if type(step) is int else str(step))
+        states: list[JobState] = []
+
+        def given_here() -> tuple[int, str]:
+            states.append(as_state(given))
+            return step, self.root
+
+        wanted = self._ranks.share(f"{path} was not saved", given_here)
         if type(step) is not int or step < 0 or len(set(wanted)) != 1:
             said = ", ".join(f"rank {rank}: step {step} in {root}" for rank, (step, root) in enumerate(wanted))
             raise TrainingError(f"all ranks must save one step, a number from 0 on, in one directory; {said}")
-        path = join(self.root, step_name(step))
-        state = self._ranks.agree(f"{path} was not saved", lambda: as_state(given))
 
         def prepare() -> str:
             self._lease.hold(lambda: clear_unfinished(self.root))
@@ -321,15 +328,17 @@ class CheckpointManager:
             return self._lease.id
 
         self._lease.join(self._ranks.on_first(f"{path} was not saved", prepare))
-        return path, state
+        return path, states[0]
 
     def _state_of(self, state: JobState, path: str) -> Saving:
         """Return the state to save: what is not the same on all ranks, each rank saves under a name of its own."""
-        what = f"{path} was not saved"
-        own = self._ranks.agree(what, lambda: Flat(*flatten(state.tree())))
-        unstarted = own.values.get(UNSTARTED, ())
-        written = self._rank_local.arrange(own, state.per_rank, unstarted, self._ranks, what)
-        return Saving(state, own, written, self._rank_local.changed)
+
+        def share() -> Share:
+            flat = Flat(*flatten(state.tree()))
+            return Share.of(flat, state.per_rank, flat.values.get(UNSTARTED, ()))
+
+        whole, written = self._rank_local.arrange(share, self._ranks, f"{path} was not saved")
+        return Saving(state, whole.flat, written, self._rank_local.changed)
 
     def _write(self, path: str, step: int, saving: Saving, began: float, *, in_background: bool = False) -> None:
         """Write a step, mark it once all ranks have, and delete older ones; in whichever thread."""

@@ -65,10 +65,20 @@ class Ranks:
             TrainingError: it raised on some rank; so do all others.
         """
         result, error = _tried(function)
-        outcomes = self.gather((reasons(error, self.rank) if error else {}, could_not_read(error)))
-        failed = {rank: reason for outcome, _ in reversed(outcomes) for rank, reason in outcome.items()}
-        _raise(what, error, failed, self.world_size, any(unreadable for _, unreadable in outcomes))
+        self._raise_of_any(what, error, None)
         return cast(T, result)
+
+    def share(self, what: str, function: Callable[[], T]) -> list[T]:
+        """Call on every rank and return the results of all, rank 0's first; what it raises on one, all raise."""
+        result, error = _tried(function)
+        return cast(list[T], self._raise_of_any(what, error, result))
+
+    def _raise_of_any(self, what: str, error: BaseException | None, result: Any) -> list[Any]:
+        """Raise if a rank failed, else return the results of all."""
+        outcomes = self.gather((reasons(error, self.rank) if error else {}, could_not_read(error), result))
+        failed = {rank: reason for outcome, *_ in reversed(outcomes) for rank, reason in outcome.items()}
+        _raise(what, error, failed, self.world_size, any(unreadable for _, unreadable, _ in outcomes))
+        return [result for *_, result in outcomes]
 
     def on_first(self, what: str, function: Callable[[], T]) -> T:
         """Call on rank 0 only and return its result on every rank; what it raises, all raise as TrainingError."""
