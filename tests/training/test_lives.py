@@ -6,10 +6,13 @@ which that life's state has been through. `LIVES=20 LIVES_SEED=7 pytest -m slow 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
-import signal
+import re
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +23,8 @@ torch = pytest.importorskip("torch")
 from tests.forks import start  # noqa: E402
 from tests.launches import launch, told, torchrun  # noqa: E402
 from tests.training import lives_job  # noqa: E402
-from tests.training.lives_job import INTERVAL, KEEP, ROWS  # noqa: E402
+from tests.training.lives_job import INTERVAL, KEEP  # noqa: E402
+from tests.training.lives_model import ROWS  # noqa: E402
 
 N_KILLS = int(os.environ.get("LIVES", "5"))
 SEED = int(os.environ.get("LIVES_SEED", "0"))
@@ -40,6 +44,8 @@ class Life(NamedTuple):
         lines: what it said before the next life looked for a checkpoint.
         markers: steps that were marked when it began.
         nbytes: of the run directory when it had ended, and of the largest step in it.
+        seconds: from start to end.
+        complaint: what it wrote to stderr, the end of it.
     """
 
     number: int
@@ -47,6 +53,8 @@ class Life(NamedTuple):
     lines: list[dict[str, Any]]
     markers: list[int]
     nbytes: tuple[int, int]
+    seconds: float
+    complaint: str
 
     def said(self, name: str, default: Any = None) -> Any:
         """What was said last under a name."""
@@ -81,8 +89,8 @@ def plans(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def run_job(folder: Path, world: int, settings: dict[str, Any], command: bool = False) -> tuple[int, str]:
-    """Start a job by torchrun's agent, or by the command itself, and wait; returns its exit code and what it said."""
+def run_job(folder: Path, world: int, settings: dict[str, Any], command: bool = False) -> str:
+    """Start a job by torchrun's agent, or by the command itself, and wait; returns what it wrote to stderr."""
     out, text = folder / "out", json.dumps(settings)
     for file in (out, folder / "out.err"):
         file.unlink(missing_ok=True)
@@ -96,32 +104,46 @@ def run_job(folder: Path, world: int, settings: dict[str, Any], command: bool = 
         process.kill()
         process.join()
         pytest.fail(f"a job hangs: {settings}\n{(folder / 'out.err').read_text()[-3000:]}")
-    return process.exitcode, (folder / "out.err").read_text()
+    return (folder / "out.err").read_text()
 
 
-def live_all(folder: Path, name: str) -> tuple[list[Life], list[str]]:
-    """All lives of a row, one after the other; and what was wrong with how they ended."""
+def live_all(folder: Path, name: str) -> list[Life]:
+    """All lives of a row, one after the other."""
     run, log = folder / "run", folder / "log"
-    wrong, begun = [], []
+    begun: list[tuple[Any, ...]] = []
     for number, plan in enumerate(plans(name)):
         markers = marked(run)
         settings = {"row": name, "run": str(run), "log": str(log), "life": number, **plan}
-        code, errors = run_job(folder, plan["world"], settings, plan["command"])
-        if not plan["kill"] and (code != 0 or '"ended"' not in log.read_text().splitlines()[-1]):
-            wrong.append(f"the last life failed: {code}\n{errors[-3000:]}")
-        refused = [line for line in errors.splitlines() if "TrainingError" in line and "Connection" not in line]
-        if plan["kill"] and plan["kill"]["victim"] == "agent" and code != -signal.SIGKILL and not refused:
-            refused = [f"torchrun was to be killed, and ended with {code}: {errors[-2000:]}"]
-        wrong += [f"life {number}: {line}" for line in refused if "was not restored" in line or "none could" in line]
-        begun.append((number, plan, markers, (nbytes_of(run), largest_step(run))))
+        began = time.monotonic()
+        errors = run_job(folder, plan["world"], settings, plan["command"])
+        seconds = time.monotonic() - began
+        begun.append((number, plan, markers, (nbytes_of(run), largest_step(run)), seconds, complaint(errors)))
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     looks = {line["life"]: place for place, line in enumerate(lines) if "looking" in line}
     lives = []
-    for number, plan, markers, nbytes in begun:
+    for number, plan, *others in begun:
         until = min((place for life, place in looks.items() if life > number), default=len(lines))
         said = [line for place, line in enumerate(lines) if line["life"] == number and place < until]
-        lives.append(Life(number, plan, said, markers, nbytes))
-    return lives, wrong
+        lives.append(Life(number, plan, said, *others))
+    return lives
+
+
+def complaint(errors: str) -> str:
+    """What a job that failed said last, without what torchrun puts before it."""
+    text = re.sub(r"(?m)^E\d{4} .*?api\.py:\d+\] ?", "", errors)
+    return next(
+        (found[-1500:] for found in re.findall(r"TrainingError: (.*?)(?:\n\n|\Z)", text, re.DOTALL)), text[-1500:]
+    )
+
+
+def ended_by_itself(life: Life) -> str:
+    """Say why a life ended that nothing had killed yet, "" if it lived as long as it should."""
+    kill, resumed = life.plan["kill"], life.said("resumed")
+    if kill is None:
+        return "" if life.said("ended") else f"{life}: it did not end: {life.complaint}"
+    if kill["at"] == 0 or (resumed is not None and max(life.losses, default=0) >= resumed + kill["at"]):
+        return ""
+    return f"{life}: it ended before it was killed: {life.complaint}"
 
 
 def marked(run: Path) -> list[int]:
@@ -132,10 +154,8 @@ def nbytes_of(folder: Path) -> int:
     """Bytes of all files; what goes meanwhile counts for nothing."""
     total = 0
     for path in folder.rglob("*"):
-        try:
+        with suppress(FileNotFoundError):
             total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            pass
     return total
 
 
@@ -147,8 +167,6 @@ def references(folder: Path, name: str, lives: list[Life]) -> dict[Key, list[dic
     """What the reference says, for each sequence of numbers of ranks that a life has been through."""
     needed: dict[Key, tuple[set[int], set[int], set[int]]] = {}  # steps to reach, to picture, to dump
     for life in lives:
-        if life.said("resumed") is None:
-            continue
         for length in range(1, len(life.key) + 1):
             needed.setdefault(life.key[:length], (set(), set(), set()))
         reached, pictured, _ = needed[life.key]
@@ -175,9 +193,9 @@ def references(folder: Path, name: str, lives: list[Life]) -> dict[Key, list[dic
             "dumps": sorted(dumps),
             "folder": str(place),
         }
-        code, errors = run_job(place, key[-1][0], settings)
-        assert code == 0, errors[-3000:]
+        errors = run_job(place, key[-1][0], settings)
         said[key] = [json.loads(line) for line in (place / "log").read_text().splitlines()]
+        assert "done" in said[key][-1], errors[-3000:]
     return said
 
 
@@ -189,9 +207,8 @@ def differences(life: Life, reference: list[dict[str, Any]]) -> list[str]:
     for line in life.lines:
         if "picture" in line:
             at, when = (line["resumed"], "restored") if "resumed" in line else (line["ended"], "at the end")
-            expected = pictures[at]
-            names = sorted({*expected, *line["picture"]})
-            other = [name for name in names if expected.get(name) != line["picture"].get(name)]
+            here, there = (comparable(picture, life.key, at) for picture in (line["picture"], pictures[at]))
+            other = [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
             if other:
                 found.append(f"{life}: {when}, step {at}: not the same: {', '.join(other)}")
     wrong = [step for step, values in life.losses.items() if losses[step] != values]
@@ -200,9 +217,18 @@ def differences(life: Life, reference: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def lost(before: list[Life], life: Life) -> tuple[int, str]:
-    """How many steps a life has to do again, and what is wrong with that, "" if nothing."""
-    resumed, last = life.said("resumed"), before[-1]
+def comparable(picture: dict[str, Any], key: Key, at: int) -> dict[str, Any]:
+    """A picture; of buffers, which each rank has its own of, where there are more ranks now only what these had."""
+    if len(key) < 2 or at > key[-1][1]:
+        return picture
+    (before, _), (now, _) = key[-2:]
+    buffers = {name: value for name, value in picture.items() if name.startswith("buffer.")}
+    return picture | {n: (v if isinstance(v, list) else [v] * now)[: min(before, now)] for n, v in buffers.items()}
+
+
+def lost(last: Life, life: Life) -> tuple[int, str]:
+    """How many steps of the life before it a life has to do again, and what is wrong with that, "" if nothing."""
+    resumed = life.said("resumed")
     done = max(last.losses, default=last.said("resumed", 0))
     steps = done - resumed
     most = INTERVAL if last.plan["how"] == "save" else 2 * INTERVAL - 1
@@ -219,25 +245,25 @@ def lost(before: list[Life], life: Life) -> tuple[int, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_lives(tmp_path, name):
-    lives, wrong = live_all(tmp_path, name)
-    told_by = [life for life in lives if life.said("resumed") is not None]
-    said = references(tmp_path, name, lives)
-    for life in told_by:
-        wrong += differences(life, said[life.key])
-    longest, most, before = 0, 0.0, []
-    for life in lives:
-        if life.said("resumed") is not None:
-            if before:
-                steps, problem = lost(before, life)
-                longest = max(longest, steps)
-                wrong += [problem] if problem else []
-            before = [*before, life]
-        nbytes, step_nbytes = life.nbytes
-        if step_nbytes:
-            most = max(most, nbytes / step_nbytes)
-    steps = sum(len(life.losses) for life in lives)
-    print(f"\n{name}: {len(lives)} lives, {len(told_by)} got as far as resuming, {steps} steps, {len(said)} references;")
-    print(f"  at most {longest} steps lost; the folder had at most {most:.2f} times a step's bytes; {len(wrong)} wrong")
-    if most > KEEP + 2:  # what is in flight, and what a kill left before it was deleted
-        wrong.append(f"the run directory had {most:.2f} times the bytes of a step")
+    lives = live_all(tmp_path, name)
+    wrong = [problem for life in lives if (problem := ended_by_itself(life))]
+    resumed = [life for life in lives if life.said("resumed") is not None]
+    said = references(tmp_path, name, resumed)
+    wrong += [problem for life in resumed for problem in differences(life, said[life.key])]
+    losses = [lost(before, life) for before, life in itertools.pairwise(resumed)]
+    wrong += [problem for _, problem in losses if problem]
+    times = max((nbytes / step for nbytes, step in (life.nbytes for life in lives) if step), default=0.0)
+    if times > KEEP + 2:  # what is in flight, and what a kill left before it was deleted
+        wrong.append(f"the run directory had {times:.2f} times the bytes of a step")
+    said_of_row = {
+        "lives": len(lives),
+        "resumed": len(resumed),
+        "steps": sum(len(life.losses) for life in lives),
+        "references": len(said),
+        "most steps lost": max((lost for lost, _ in losses), default=0),
+        "folder, in steps": round(times, 2),
+        "longest life, s": round(max(life.seconds for life in lives), 1),
+        "wrong": len(wrong),
+    }
+    print(f"\n{name}: {', '.join(f'{what}: {value}' for what, value in said_of_row.items())}")
     assert not wrong, "\n".join(wrong)
