@@ -9,6 +9,8 @@ change of the number of ranks goes over `torch.save` of whole tensors, cut by `c
 from __future__ import annotations
 
 import copy
+import faulthandler
+import gc
 import hashlib
 import json
 import os
@@ -28,6 +30,8 @@ from torch.optim.lr_scheduler import MultiStepLR, StepLR
 from tests.training.lives_model import ROWS, VOCAB, WIDTH, Ema, Row, build, cut, local, model_of, optimizers_of, whole
 
 BATCH, INTERVAL, KEEP = 6, 3, 2
+PATIENCE = 90
+"""Seconds after which a job that hangs says where, and ends."""
 
 
 class Kept:
@@ -257,11 +261,15 @@ def live(job: Job, settings: dict[str, Any]) -> None:
 def run(text: str) -> None:
     """Be one rank of one life, or of the reference; `text` is JSON."""
     settings = json.loads(text)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     job = Job(ROWS[settings["row"]])
     (reference if "source" in settings else live)(job, settings)
+    del job  # DDP has the process group: it would be freed after its end, when its threads can wait for this one
+    gc.collect()
     dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ which that life's state has been through. `LIVES=20 LIVES_SEED=7 pytest -m slow 
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ torch = pytest.importorskip("torch")
 from tests.forks import start  # noqa: E402
 from tests.launches import launch, told, torchrun  # noqa: E402
 from tests.training import lives_job  # noqa: E402
-from tests.training.lives_job import INTERVAL, KEEP  # noqa: E402
+from tests.training.lives_job import INTERVAL, KEEP, PATIENCE  # noqa: E402
 from tests.training.lives_model import ROWS  # noqa: E402
 
 N_KILLS = int(os.environ.get("LIVES", "5"))
@@ -97,14 +98,20 @@ def run_job(folder: Path, world: int, settings: dict[str, Any], command: bool = 
     if command:
         task: tuple[Any, ...] = (torchrun, ["--standalone", f"--nproc-per-node={world}", lives_job.__file__, text])
     else:
-        task = (launch, world, 0, lives_job.run, text)
+        task = (launch_job, world, text)
     process = start(told, 0, out, *task)
-    process.join(120)
+    process.join(2 * PATIENCE)
     if process.exitcode is None:
         process.kill()
         process.join()
         pytest.fail(f"a job hangs: {settings}\n{(folder / 'out.err').read_text()[-3000:]}")
     return (folder / "out.err").read_text()
+
+
+def launch_job(world: int, text: str) -> None:
+    faulthandler.dump_traceback_later(PATIENCE + 60, exit=True)
+    launch(world, 0, lives_job.run, text)
+    faulthandler.cancel_dump_traceback_later()
 
 
 def live_all(folder: Path, name: str) -> list[Life]:
@@ -130,7 +137,7 @@ def live_all(folder: Path, name: str) -> list[Life]:
 
 def complaint(errors: str) -> str:
     """What a job that failed said last, without what torchrun puts before it."""
-    text = re.sub(r"(?m)^E\d{4} .*?api\.py:\d+\] ?", "", errors)
+    text = re.sub(r"(?m)^(E\d{4} .*?api\.py:\d+\]|\[rank\d+\]:) ?", "", errors)
     return next(
         (found[-1500:] for found in re.findall(r"TrainingError: (.*?)(?:\n\n|\Z)", text, re.DOTALL)), text[-1500:]
     )
