@@ -6,7 +6,6 @@ which that life's state has been through. `LIVES=20 LIVES_SEED=7 pytest -m slow 
 
 from __future__ import annotations
 
-import faulthandler
 import itertools
 import json
 import os
@@ -98,7 +97,7 @@ def run_job(folder: Path, world: int, settings: dict[str, Any], command: bool = 
     if command:
         task: tuple[Any, ...] = (torchrun, ["--standalone", f"--nproc-per-node={world}", lives_job.__file__, text])
     else:
-        task = (launch_job, world, text)
+        task = (launch, world, 0, lives_job.run, text)
     process = start(told, 0, out, *task)
     process.join(2 * PATIENCE)
     if process.exitcode is None:
@@ -106,12 +105,6 @@ def run_job(folder: Path, world: int, settings: dict[str, Any], command: bool = 
         process.join()
         pytest.fail(f"a job hangs: {settings}\n{(folder / 'out.err').read_text()[-3000:]}")
     return (folder / "out.err").read_text()
-
-
-def launch_job(world: int, text: str) -> None:
-    faulthandler.dump_traceback_later(PATIENCE + 60, exit=True)
-    launch(world, 0, lives_job.run, text)
-    faulthandler.cancel_dump_traceback_later()
 
 
 def live_all(folder: Path, name: str) -> list[Life]:
