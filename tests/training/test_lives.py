@@ -45,6 +45,7 @@ class Life(NamedTuple):
         markers: steps that were marked when it began.
         nbytes: of the run directory when it had ended, and of the largest step in it.
         seconds: from start to end.
+        passed: what it said of the steps that it did not restore.
         complaint: what it wrote to stderr, the end of it.
     """
 
@@ -54,6 +55,7 @@ class Life(NamedTuple):
     markers: list[int]
     nbytes: tuple[int, int]
     seconds: float
+    passed: str
     complaint: str
 
     def said(self, name: str, default: Any = None) -> Any:
@@ -91,9 +93,7 @@ def plans(name: str) -> list[dict[str, Any]]:
 
 def run_job(folder: Path, world: int, settings: dict[str, Any], command: bool = False) -> str:
     """Start a job by torchrun's agent, or by the command itself, and wait; returns what it wrote to stderr."""
-    out, text = folder / "out", json.dumps(settings)
-    for file in (out, folder / "out.err"):
-        file.unlink(missing_ok=True)
+    out, text = folder / f"out{settings.get('life', '')}", json.dumps(settings)
     if command:
         task: tuple[Any, ...] = (torchrun, ["--standalone", f"--nproc-per-node={world}", lives_job.__file__, text])
     else:
@@ -103,8 +103,8 @@ def run_job(folder: Path, world: int, settings: dict[str, Any], command: bool = 
     if process.exitcode is None:
         process.kill()
         process.join()
-        pytest.fail(f"a job hangs: {settings}\n{(folder / 'out.err').read_text()[-3000:]}")
-    return (folder / "out.err").read_text()
+        pytest.fail(f"a job hangs: {settings}\n{out.with_name(f'{out.name}.err').read_text()[-3000:]}")
+    return out.with_name(f"{out.name}.err").read_text()
 
 
 def live_all(folder: Path, name: str) -> list[Life]:
@@ -117,7 +117,8 @@ def live_all(folder: Path, name: str) -> list[Life]:
         began = time.monotonic()
         errors = run_job(folder, plan["world"], settings, plan["command"])
         seconds = time.monotonic() - began
-        begun.append((number, plan, markers, (nbytes_of(run), largest_step(run)), seconds, complaint(errors)))
+        passed = "\n".join(re.findall(r".* was (?:passed over|not restored): .*", errors))
+        begun.append((number, plan, markers, (nbytes_of(run), largest_step(run)), seconds, passed, complaint(errors)))
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     looks = {line["life"]: place for place, line in enumerate(lines) if "looking" in line}
     lives = []
@@ -236,9 +237,10 @@ def lost(last: Life, life: Life) -> tuple[int, str]:
     if last.plan["how"] == "async_save" and waiting:
         most = 2 * INTERVAL
     if steps > most:
-        return steps, f"{life}: {steps} steps lost; before it: {last}, last said {last.lines[-1:]}"
+        said = f"before it: {last}, last said {last.lines[-1:]}; marked were {life.markers}; {life.passed}"
+        return steps, f"{life}: {steps} steps lost; {said}"
     if resumed < max(life.markers, default=0):
-        return steps, f"{life}: marked were {life.markers}"
+        return steps, f"{life}: marked were {life.markers}; {life.passed}"
     return steps, ""
 
 
