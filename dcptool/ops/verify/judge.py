@@ -55,7 +55,10 @@ def judge(
     valid = vouched.is_valid
     saved = SavedStep(base_name(location.path), files, {}, reader(location.storage, files))
     by_files = location.file is None and not names and is_known(saved)
-    found = FoundParts() if by_files else check_parts(location, names, listing, options, progress, opened)
+    nothing_yet = not names and is_unfinished(files)  # a save that was killed before it wrote anything
+    found = (
+        FoundParts() if by_files or nothing_yet else check_parts(location, names, listing, options, progress, opened)
+    )
     problems += found.findings
     about_marker = _is_about_marker(problems)
     problems += _not_told(vouched.of_manifests, problems)
