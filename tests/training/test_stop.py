@@ -21,6 +21,15 @@ from dcptool.training import CheckpointManager  # noqa: E402
 from tests.forks import run_ranks, values  # noqa: E402
 from tests.training_jobs import job, train  # noqa: E402
 
+
+@pytest.fixture(autouse=True)
+def no_handler_of_an_earlier_test():
+    """The manager calls the handler there was before, and a command that ran in this process leaves one that exits."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
 DEEP = dcptool.VerifyOptions(level=dcptool.Level.DEEP)
 
 
