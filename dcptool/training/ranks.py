@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -75,19 +75,19 @@ class Ranks:
 
     def _raise_of_any(self, what: str, error: BaseException | None, result: Any) -> list[Any]:
         """Raise if a rank failed, else return the results of all."""
-        outcomes = self.gather((reasons(error, self.rank) if error else {}, could_not_read(error), result))
+        outcomes = self.gather((reasons(error, self.rank) if error else {}, _verdict(error), result))
         failed = {rank: reason for outcome, *_ in reversed(outcomes) for rank, reason in outcome.items()}
-        _raise(what, error, failed, self.world_size, any(unreadable for _, unreadable, _ in outcomes))
+        _raise(what, error, failed, self.world_size, [verdict for _, verdict, _ in outcomes])
         return [result for *_, result in outcomes]
 
     def on_first(self, what: str, function: Callable[[], T]) -> T:
         """Call on rank 0 only and return its result on every rank; what it raises, all raise as TrainingError."""
         result, error = _tried(function) if self.rank == 0 else (None, None)
-        outcomes: list[Any] = [(result, reasons(error, 0) if error else {}, could_not_read(error))]
+        outcomes: list[Any] = [(result, reasons(error, 0) if error else {}, _verdict(error))]
         if self.group is not None:
             dist.broadcast_object_list(outcomes, src=dist.get_global_rank(self.group, 0), group=self.group)
-        result, failed, unreadable = outcomes[0]
-        _raise(what, error, failed, 1, unreadable)
+        result, failed, verdict = outcomes[0]
+        _raise(what, error, failed, 1, [verdict])
         return cast(T, result)
 
     def close(self) -> None:
@@ -126,13 +126,23 @@ def _tried(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
         return None, error
 
 
-def _raise(what: str, error: BaseException | None, failed: dict[int, str], world_size: int, unreadable: bool) -> None:
+_Verdict = tuple[bool, bool]
+"""Whether what went wrong on a rank is that something could not be read, and whether it was told to stop."""
+
+
+def _verdict(error: BaseException | None) -> _Verdict:
+    return could_not_read(error), was_stopped(error)
+
+
+def _raise(
+    what: str, error: BaseException | None, failed: dict[int, str], world_size: int, verdicts: Sequence[_Verdict]
+) -> None:
     """Raise if a rank failed: TrainingError, but what ends this process as it is."""
-    if error is not None and not isinstance(error, Exception | CheckpointException):
-        raise error  # Ctrl-C, sys.exit
+    if error is not None and was_stopped(error) and not isinstance(error, TrainingError | CheckpointException):
+        raise error
     if failed:
         raised = TrainingError(f"{what}: {_listed(failed, world_size)}")
-        raised.unreadable = unreadable
+        raised.unreadable, raised.stopped = (any(told) for told in zip(*verdicts, strict=True))
         raise raised from error
 
 
@@ -143,6 +153,15 @@ def reasons(error: BaseException, rank: int) -> dict[int, str]:
     if isinstance(error, CheckpointException):
         return {failed: _one_line(cause[0]) for failed, cause in error.failures.items()}
     return {rank: _one_line(error)}
+
+
+def was_stopped(error: BaseException | None) -> bool:
+    """Tell whether a rank did not fail at what it did, but was told to end: Ctrl-C, sys.exit, torchrun's signal."""
+    if isinstance(error, CheckpointException):
+        return any(was_stopped(cause[0]) for cause in error.failures.values())
+    if isinstance(error, TrainingError):
+        return error.stopped
+    return error is not None and (not isinstance(error, Exception) or type(error).__name__ == "SignalException")
 
 
 def could_not_read(error: BaseException | None) -> bool:
