@@ -183,7 +183,9 @@ def sendably(method: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             if _can_be_sent(error):
                 raise
-            raise TrainingError(_one_line(error)) from None
+            sent = TrainingError(_one_line(error))
+            sent.stopped = was_stopped(error)
+            raise sent from None
 
     return call
 
