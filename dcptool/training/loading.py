@@ -23,7 +23,7 @@ from dcptool.formats.detect import open_checkpoint
 from dcptool.training.fit import Demands, LoadList, fit, is_alike
 from dcptool.training.objects import ObjectLoader
 from dcptool.training.optimizers import loading
-from dcptool.training.rank_local import Flat
+from dcptool.training.rank_local import PREFIX, Flat
 from dcptool.training.ranks import Ranks, sendable
 from dcptool.training.reader import Reader
 from dcptool.training.state import CLASSES, MODEL, OPTIM, UNSTARTED, JobState, TrainState
@@ -66,8 +66,12 @@ def load(checkpoint: Checkpoint, state: JobState, objects: ObjectLoader, ranks: 
     Raises:
         TrainingError: it does not fit, or cannot be loaded; the optimizer is what it was.
     """
-    tree = ranks.agree("the state of this job", lambda: state.tree(apart=True))
-    own = Flat(*flatten(tree))
+
+    def here() -> tuple[dict[str, Any], Flat]:
+        tree = state.tree(apart=True)
+        return tree, Flat(*flatten(tree))
+
+    tree, own = ranks.agree("the state of this job", here)
     wanted, ignored = fit(checkpoint, _demands(checkpoint, state, own), ranks, strict)
     values = _loaded(checkpoint, own, wanted, objects, ranks)
     values |= {name: own.values[name] for name in wanted.kept}
@@ -245,7 +249,7 @@ def _per_rank(checkpoint: Checkpoint, wanted: LoadList, names: Sequence[str], ra
     saved: dict[str, set[int]] = {name: set() for name in names}
     for fqn in checkpoint:
         match = _OF_RANK.match(fqn)
-        if match and _is_of_rank(checkpoint, fqn) and not fqn.startswith("rank_local."):
+        if match and _is_of_rank(checkpoint, fqn) and not fqn.startswith(f"{PREFIX}."):
             saved.setdefault(match[1], set()).add(int(match[2]))
     today = set(range(ranks.world_size))
     found = [_what_became(name, of, today if name in names else set()) for name, of in saved.items()]
