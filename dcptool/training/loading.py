@@ -71,8 +71,12 @@ def load(checkpoint: Checkpoint, state: JobState, objects: ObjectLoader, ranks: 
         tree = state.tree(apart=True)
         return tree, Flat(*flatten(tree))
 
-    tree, own = ranks.agree("the state of this job", here)
-    wanted, ignored = fit(checkpoint, _demands(checkpoint, state, own), ranks, strict)
+    try:
+        tree, own = ranks.agree("the state of this job", here)
+        wanted, ignored = fit(checkpoint, _demands(checkpoint, state, own), ranks, strict)
+    except TrainingError as error:
+        error.untouched = True
+        raise
     values = _loaded(checkpoint, own, wanted, objects, ranks)
     values |= {name: own.values[name] for name in wanted.kept}
     paths = {**own.paths, **wanted.paths}
@@ -140,17 +144,23 @@ def _put_together(checkpoint: Checkpoint, own: Flat, wanted: LoadList, objects: 
 
 def _demands(checkpoint: Checkpoint, state: JobState, own: Flat) -> Demands:
     mine = {name for name in own.values if own.paths[name][0] in state.per_rank}
-    same = _classes(checkpoint, CLASSES) == own.values.get(CLASSES)
+    saved, here = _classes(checkpoint, CLASSES), own.values.get(CLASSES)
     optional = frozenset({*mine, UNSTARTED, CLASSES})
-    return Demands(own, state.opener(own, same), optional, partial(_is_of_rank, checkpoint), state.frozen)
+    other = (
+        f"saved with {' and '.join(saved)}, here it is {' and '.join(here)}" if saved and here and saved != here else ""
+    )
+    return Demands(
+        own, state.opener(own, saved == here), optional, partial(_is_of_rank, checkpoint), state.frozen, other
+    )
 
 
-def _classes(checkpoint: Checkpoint, name: str) -> Any:
-    """Return the classes of the optimizers that were saved; nothing of the checkpoint is executed."""
+def _classes(checkpoint: Checkpoint, name: str) -> list[str] | None:
+    """Return the classes of the optimizers that were saved, None if they are not known; executes nothing."""
     try:
-        return checkpoint.value(name) if name in checkpoint else None
+        found = checkpoint.value(name) if name in checkpoint else None
     except DcptoolError:
         return None
+    return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else None
 
 
 def _is_no_weight(name: str) -> bool:

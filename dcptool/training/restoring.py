@@ -157,7 +157,7 @@ def restore_newest(root: str, state: JobState, job: Job) -> Restored | None:
                 raise
             if error.unreadable:
                 raise error.saying(f"{found.path} could not be read: {error}", next_step=_WAIT) from error
-            tried = True
+            tried |= not error.untouched
             before = found.name
             skipped.append((found.path, str(error)))
             _warn(ranks, f"{found.path} was not restored: {error}")

@@ -255,7 +255,7 @@ def test_lives(tmp_path, name):
     losses = [lost(before, life) for before, life in itertools.pairwise(resumed)]
     wrong += [problem for _, problem in losses if problem]
     times = max((nbytes / step for nbytes, step in (life.nbytes for life in lives) if step), default=0.0)
-    if times > KEEP + 2:  # what is in flight, and what a kill left before it was deleted
+    if times > KEEP + 2.1:  # what is in flight, what a kill left before it was deleted, and markers and the lease
         wrong.append(f"the run directory had {times:.2f} times the bytes of a step")
     said_of_row = {
         "lives": len(lives),
