@@ -5,7 +5,8 @@ Plain data; reads and writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from dcptool.checkpoint.extents import Ints, Record
@@ -84,12 +85,14 @@ class Wanted(NamedTuple):
         objects: "keep", "skip" or "error"; None for what the format does by itself.
         nesting: "auto" to nest as the source's paths say, "flat" for one flat dict; of `.pt` files.
         max_shard_nbytes: size of safetensors shards, in bytes.
+        beside: bytes of files that others put into the folder, by name: a marker lists them.
     """
 
     path: str
     objects: str | None = None
     nesting: str = "auto"
     max_shard_nbytes: int = 5_000_000_000
+    beside: Mapping[str, int] = MappingProxyType({})
 
 
 class LaidOut(NamedTuple):

@@ -21,6 +21,7 @@ from dcptool.copying.publishing import prepare, require_place
 from dcptool.errors import ItemError
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.formats.output import is_one_file, lay_out
+from dcptool.ops.following import left_notes, step_of
 from dcptool.ops.guards import (
     LEAVES_OUT,
     damaged,
@@ -34,7 +35,8 @@ from dcptool.ops.guards import (
     source_notes,
 )
 from dcptool.ops.replacing import replaced
-from dcptool.storage import Progress
+from dcptool.runs.activity import list_files
+from dcptool.storage import Progress, locate
 
 
 class ConvertOptions(NamedTuple):
@@ -244,9 +246,17 @@ def _notes(plan: _ConvertPlan, options: ConvertOptions, unproven: Collection[str
         *([unchecked] if options.check and plan.selection.n_cast else []),
         *plan.selection.notes,
         *plan.output.notes,
+        *_left_beside(plan.checkpoint),
         *source_notes(plan.checkpoint, plan.selection, unproven),
         *leftover_notes(plan.path),
     )
+
+
+def _left_beside(checkpoint: Checkpoint) -> list[str]:
+    location = locate(checkpoint.root)
+    if checkpoint.name:
+        return []
+    return left_notes(step_of(location, {"": checkpoint}, list_files(location)), [""])
 
 
 def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:

@@ -18,13 +18,16 @@ class Resharded(NamedTuple):
         world_size: ranks of the target.
         n_tensors, n_objects: how many are in it.
         nbytes: of all tensors' values.
-        rank_nbytes: bytes of each rank's data file.
+        rank_nbytes: bytes of each rank's data files.
         metadata_nbytes: bytes of `.metadata` and of the marker.
         workers: processes that shared the work, or would.
         memory_nbytes: bytes of buffers in each of them.
         seconds: wall time, torch's start included.
         notes: worth knowing, one sentence each.
         published: whether it was written.
+        parts: places of the checkpoints in the step, if there are several or the one is below it.
+        carried: names of files beside them that were copied as they are.
+        carried_nbytes: bytes of these.
     """
 
     source: str
@@ -40,11 +43,14 @@ class Resharded(NamedTuple):
     seconds: float
     notes: tuple[str, ...]
     published: bool
+    parts: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    carried_nbytes: int = 0
 
     @property
     def nbytes_out(self) -> int:
         """Bytes of all files."""
-        return sum(self.rank_nbytes) + self.metadata_nbytes
+        return sum(self.rank_nbytes) + self.metadata_nbytes + self.carried_nbytes
 
 
 def summarize_plan(
@@ -67,23 +73,27 @@ def summarize_plan(
         unproven: names of the tensors that were read and have no checksums.
     """
     threads = options.threads or 1
+    tensors = [item for part in plan.parts for item in part.selection.tensors]
     return Resharded(
-        plan.source.path,
+        plan.source,
         plan.target,
         plan.n_ranks,
-        len(plan.selection.tensors),
-        len(plan.selection.objects),
-        sum(item.nbytes for item in plan.selection.tensors),
-        tuple(file.nbytes for file in plan.layout.files),
-        sum(file.nbytes for file in plan.layout.last),
+        len(tensors),
+        sum(len(part.selection.objects) for part in plan.parts),
+        sum(item.nbytes for item in tensors),
+        tuple(map(sum, zip(*([file.nbytes for file in part.layout.files] for part in plan.parts), strict=True))),
+        sum(file.nbytes for file in plan.last),
         workers,
         memory_nbytes(1, threads),
         seconds,
         (
             *([replaces] if replaces else []),
             *plan.notes,
-            *source_notes(plan.source, plan.selection, unproven),
+            *(note for part in plan.parts for note in source_notes(part.source, part.selection, unproven)),
             *leftover_notes(plan.target),
         ),
         published,
+        tuple(part.name for part in plan.parts if part.name),
+        tuple(plan.following.sizes),
+        plan.following.nbytes,
     )
