@@ -57,3 +57,20 @@ def per_rank_state(names: Iterable[str]) -> list[RankFamily]:
         rest = next(iter(rests)) if len(rests) == 1 else ".*"
         families.append(RankFamily(f"{before}N{rest}", frozenset(rank for rank, _ in entries), len(entries)))
     return families
+
+
+def grouped(names: Iterable[str]) -> list[str]:
+    """Return names with those of single ranks as one for each family.
+
+    >>> grouped(["step", "dl.rank0.at", "dl.rank1.at"])
+    ['step', 'dl.rankN.at of 2 ranks']
+    """
+    families: dict[str, list[str]] = {}
+    for name in names:
+        match = PER_RANK.search(name)
+        families.setdefault(name[: match.start(2)] if match else name, []).append(name)
+    told = []
+    for members in families.values():
+        family = next(iter(per_rank_state(members)), None) if len(members) > 1 else None
+        told.append(f"{family.named} of {len(family.ranks)} ranks" if family else members[0])
+    return told

@@ -33,6 +33,14 @@ from dcptool.cli import options
     "--nesting", type=click.Choice(["auto", "flat"]), default="auto", show_default=True, help="Of dicts in a .pt file."
 )
 @click.option("--objects", type=click.Choice(["keep", "skip", "error"]), help="What to do with what is no tensor.")
+@click.option(
+    "--no-side-files",
+    "side_files",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Leave configuration, tokenizer and what else belongs to a folder.",
+)
 @options.also
 @options.threads
 @click.option(

@@ -56,7 +56,9 @@ def carry(found: Following, files: Sequence[Carried], target: Creator, progress:
     for file in files:
         sink = target.create(file.target)
         try:
-            for start in range(0, file.entry.nbytes, found.storage.piece_nbytes):
+            if file.content is not None:
+                sink.write(file.content)
+            for start in range(0, 0 if file.content is not None else file.nbytes, found.storage.piece_nbytes):
                 data = found.storage.read(file.name, start, min(found.storage.piece_nbytes, file.entry.nbytes - start))
                 sink.write(data)
                 if progress:
@@ -84,6 +86,8 @@ def require_same_bytes(found: Following, written: Storage) -> None:
     if found.storage is None:
         return
     for file in found.carried:
+        if file.content is not None:
+            continue
         meant = sha256(found.storage, file.name, file.entry.nbytes)
         if sha256(written, file.target, file.entry.nbytes) != meant:
             raise ItemError(f"{file.target} of the output differs from {file.name} of the source")

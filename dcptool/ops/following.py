@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
@@ -42,11 +42,20 @@ _OF_DATA = re.compile(r"data|loader|sampler|(?:^|[._/])dl(?:$|[._/])", re.IGNORE
 
 
 class Carried(NamedTuple):
-    """A file that follows: its name in the source, and in the output; its bytes and time when it was chosen."""
+    """A file that follows: its name in the source, and in the output; its bytes and time when it was chosen.
+
+    `content` is what is written in place of its bytes, where these would no longer be true.
+    """
 
     name: str
     target: str
     entry: DirEntry
+    content: bytes | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it in the output."""
+        return self.entry.nbytes if self.content is None else len(self.content)
 
 
 class Following(NamedTuple):
@@ -67,7 +76,7 @@ class Following(NamedTuple):
     @property
     def sizes(self) -> Mapping[str, int]:
         """Bytes of each in the output, by name."""
-        return {file.target: file.entry.nbytes for file in self.carried}
+        return {file.target: file.nbytes for file in self.carried}
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +168,7 @@ def follow(step: FoundStep, resharded: Iterable[str], n_ranks: int | None) -> Fo
     return Following(step.location.storage, found, tuple(notes), last)
 
 
-def describing(step: FoundStep, written: Iterable[str], below: str = "") -> Following:
+def describing(step: FoundStep, written: Collection[str], below: str = "") -> Following:
     """Decide that what describes a model follows it: configuration, tokenizer, licence; all other files are told.
 
     Args:
@@ -175,7 +184,8 @@ def describing(step: FoundStep, written: Iterable[str], below: str = "") -> Foll
         if "/" not in inside and describes(inside):
             found[inside] = name
     carried = set(found.values())
-    left = [name for name in names if name not in carried]
+    others = _other_parts(step, written)
+    left = [name for name in names if name not in carried and not name.startswith(tuple(others))] + others
     notes = [
         *([f"carried as they are: {named(step, sorted(carried))}"] if carried else []),
         *([f"not carried: {named(step, left)}"] if left else []),
@@ -195,15 +205,19 @@ def is_of_model(files: Iterable[str]) -> bool:
     return any(re.fullmatch(r"model(-.*)?\.safetensors", name) for name in files)
 
 
-def left_notes(step: FoundStep, written: Iterable[str]) -> list[str]:
+def left_notes(step: FoundStep, written: Collection[str]) -> list[str]:
     """Name the files of a step of which only one checkpoint is written anew, and the other checkpoints."""
-    written = list(written)
     names = _beside(step, [*written, *step.saved.parts])
-    others = [f"{name}/" for name in step.saved.parts if name and name not in written]
-    others += [f"{name}/" for name in step.saved.folders if step.follows(f"{name}/") and f"{name}/" not in others]
-    others = [name for name in others if not any(f"{part}/".startswith(name) for part in written)]
+    others = _other_parts(step, written)
     told = named(step, [*others, *(name for name in names if not name.startswith(tuple(others)))])
     return [f"not carried, of the step {step.location.path}: {told}", *_data_notes(names)] if told else []
+
+
+def _other_parts(step: FoundStep, written: Collection[str]) -> list[str]:
+    """Return the folders of a step's other checkpoints."""
+    others = [f"{name}/" for name in step.saved.parts if name and name not in written]
+    others += [f"{name}/" for name in step.saved.folders if step.follows(f"{name}/") and f"{name}/" not in others]
+    return [name for name in others if not any(f"{part}/".startswith(name) for part in written)]
 
 
 def step_around(checkpoint: Checkpoint) -> tuple[FoundStep, str] | None:

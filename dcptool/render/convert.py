@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dcptool.checkpoint.families import grouped
 from dcptool.ops.convert.convert import Conversion
 from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.text import table
@@ -38,7 +39,7 @@ def conversion_line(conversion: Conversion) -> str:
 
 
 def _named(fqns: Sequence[str]) -> str:
-    return listed(list(map(shown, fqns)), MAX_NAMED, counted=False)
+    return listed(list(map(shown, grouped(fqns))), MAX_NAMED, counted=False)
 
 
 def plan_text(conversion: Conversion) -> str:

@@ -21,7 +21,9 @@ from dcptool.copying.publishing import prepare, require_place
 from dcptool.errors import ItemError
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.formats.output import is_one_file, lay_out
-from dcptool.ops.following import left_notes, step_of
+from dcptool.ops.carrying import carry, require_same_bytes, require_whole
+from dcptool.ops.convert.beside import files_beside
+from dcptool.ops.following import Following
 from dcptool.ops.guards import (
     LEAVES_OUT,
     damaged,
@@ -35,8 +37,7 @@ from dcptool.ops.guards import (
     source_notes,
 )
 from dcptool.ops.replacing import replaced
-from dcptool.runs.activity import list_files
-from dcptool.storage import Progress, locate
+from dcptool.storage import Progress
 
 
 class ConvertOptions(NamedTuple):
@@ -54,6 +55,8 @@ class ConvertOptions(NamedTuple):
         skip_corrupt: leave out tensors that are damaged, after checking everything.
         also: further folders that hold files of the source.
         trust: take also what runs code when it is loaded.
+        side_files: carry what belongs to a folder: a model's configuration and tokenizer, from DCP to DCP all that its
+            trainer loads.
     """
 
     keys: tuple[str, ...] = ()
@@ -68,6 +71,7 @@ class ConvertOptions(NamedTuple):
     skip_corrupt: bool = False
     also: tuple[str, ...] = ()
     trust: bool = False
+    side_files: bool = True
 
 
 DEFAULTS = ConvertOptions()
@@ -88,6 +92,7 @@ class Conversion(NamedTuple):
         memory_nbytes: of the buffers it needs at most, besides what opening the source needs.
         notes: worth knowing, one sentence each.
         published: whether it was written.
+        carried: names of the files beside the checkpoint that go with it; they are among the files.
     """
 
     path: str
@@ -103,6 +108,7 @@ class Conversion(NamedTuple):
     memory_nbytes: int
     notes: tuple[str, ...]
     published: bool
+    carried: tuple[str, ...] = ()
 
 
 def convert(
@@ -162,6 +168,7 @@ class _ConvertPlan(NamedTuple):
     corrupt: tuple[Finding, ...]
     output: LaidOut
     replaces: str
+    following: Following
 
     @property
     def files(self) -> tuple[OutputFile, ...]:
@@ -171,14 +178,15 @@ class _ConvertPlan(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        return sum(file.nbytes for file in self.files)
+        return sum(file.nbytes for file in self.files) + self.following.nbytes
 
 
 def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOptions) -> _ConvertPlan:
     """Open the source, see that it is sound and that output can go where it shall, and lay that out."""
     checkpoint = open_checkpoint(source, options.also)
     sources = (checkpoint.path, *options.also)
-    require_place(path, is_one_file(to, path), 0, options.overwrite, sources)  # before all is checked, which takes time
+    is_file = is_one_file(to, path)
+    require_place(path, is_file, 0, options.overwrite, sources)  # before all is checked, which takes time
     require_no_part(path, checkpoint, "source")
     replaces = replaced(path, to) if options.overwrite else ""
     corrupt = _corrupt(checkpoint, options)
@@ -191,11 +199,13 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     require_sound(
         checkpoint, selection, options.keys, options.exclude, skip_corrupt=skip, trust=options.trust, hint=hint
     )
-    wanted = Wanted(path, options.objects, options.nesting, options.max_shard_nbytes)
+    following = files_beside(checkpoint, to, is_file, options.side_files, options.renaming.dtype)
+    require_whole(following, options.trust, options.threads)
+    wanted = Wanted(path, options.objects, options.nesting, options.max_shard_nbytes, following.sizes)
     output = lay_out(checkpoint, selection, to, wanted)
     if not options.trust:
         require_safe(checkpoint, selection.without_objects() if output.skipped else selection)
-    return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output, replaces)
+    return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output, replaces, following)
 
 
 def _write(plan: _ConvertPlan, options: ConvertOptions, progress: Progress | None) -> Collection[str]:
@@ -207,12 +217,15 @@ def _write(plan: _ConvertPlan, options: ConvertOptions, progress: Progress | Non
         require_unchanged(checkpoint)
         if report.failures:
             raise ItemError(damaged(checkpoint, report.failures, LEAVES_OUT))
+        place.note(plan.following.sizes)
+        carry(plan.following, plan.following.carried, place.storage, progress)
         for file in output.last:
             copy(checkpoint, [place.named([file])], place.storage, 1, progress)
         output.validate(place.written)
         require_same(place, output.files, plan.selection)
         if options.check:
             require_equal(checkpoint, open_checkpoint(place.written), plan.selection, threads)
+            require_same_bytes(plan.following, place.storage)
         place.publish(options.overwrite)
     return report.unproven
 
@@ -224,7 +237,7 @@ def _told(
     tensors = plan.selection.tensors
     return Conversion(
         plan.path,
-        tuple((file.name, file.nbytes) for file in plan.files),
+        (*((file.name, file.nbytes) for file in plan.files), *plan.following.sizes.items()),
         len(tensors),
         plan.output.n_objects,
         sum(tensor.entry.nbytes for tensor in tensors),
@@ -236,6 +249,7 @@ def _told(
         memory_nbytes(len(plan.output.files), options.threads or default_threads()),
         notes,
         published,
+        tuple(plan.following.sizes),
     )
 
 
@@ -246,17 +260,10 @@ def _notes(plan: _ConvertPlan, options: ConvertOptions, unproven: Collection[str
         *([unchecked] if options.check and plan.selection.n_cast else []),
         *plan.selection.notes,
         *plan.output.notes,
-        *_left_beside(plan.checkpoint),
+        *plan.following.notes,
         *source_notes(plan.checkpoint, plan.selection, unproven),
         *leftover_notes(plan.path),
     )
-
-
-def _left_beside(checkpoint: Checkpoint) -> list[str]:
-    location = locate(checkpoint.root)
-    if checkpoint.name:
-        return []
-    return left_notes(step_of(location, {"": checkpoint}, list_files(location)), [""])
 
 
 def _corrupt(checkpoint: Checkpoint, options: ConvertOptions) -> list[Finding]:
