@@ -106,6 +106,10 @@ class FoundStep(NamedTuple):
         """Return what becomes of a file with another number of ranks; None if nothing is known of it."""
         return self.profile.follows(name) if self.profile else None
 
+    def without(self, name: str) -> FoundStep:
+        """Return it as if a file were not there."""
+        return self._replace(listing={key: entry for key, entry in self.listing.items() if key != name})
+
 
 def step_of(location: Location, opened: Mapping[str, Checkpoint], listing: Mapping[str, DirEntry]) -> FoundStep:
     """Return a folder as a step.

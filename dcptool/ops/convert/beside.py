@@ -8,7 +8,17 @@ from typing import Any
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.errors import StorageError
 from dcptool.formats.dcp.format import DCP
-from dcptool.ops.following import Carried, Following, describing, follow, left_notes, step_around, step_of
+from dcptool.ops.following import (
+    NOTHING,
+    Carried,
+    Following,
+    FoundStep,
+    describing,
+    follow,
+    left_notes,
+    step_around,
+    step_of,
+)
 from dcptool.runs.activity import list_files
 from dcptool.storage import Location
 
@@ -18,28 +28,36 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _MAX_CONFIG_NBYTES = 16 << 20
 
 
-def files_beside(checkpoint: Checkpoint, to: str, is_file: bool, wanted: bool, dtype: str | None) -> Following:
+def own_step(checkpoint: Checkpoint) -> FoundStep | None:
+    """Return the folder of a checkpoint with all in it; None where one file was named."""
+    if checkpoint.name:
+        return None
+    location = Location(checkpoint.storage, None)
+    return step_of(location, {"": checkpoint}, list_files(location))
+
+
+def files_beside(
+    checkpoint: Checkpoint, own: FoundStep | None, to: str, is_file: bool, wanted: bool, dtype: str | None
+) -> Following:
     """Decide what of the files beside a checkpoint goes with it.
 
     Args:
         checkpoint: the source.
+        own: its folder, as `own_step` returns it; None if nothing beside belongs to it.
         to: format of the output: of DCP to DCP all is carried that its trainer loads, else what describes a model.
         is_file: whether the output is one file, so that nothing can lie beside.
         wanted: whether anything is to be carried; what is not is told.
         dtype: what tensors are cast to; the model's configuration then says so.
     """
-    if checkpoint.name:  # one file was named
-        return Following()
-    location = Location(checkpoint.storage, None)
-    own = step_of(location, {"": checkpoint}, list_files(location))
+    if own is None:
+        return NOTHING
     around = step_around(checkpoint)
+    left = left_notes(around[0], [around[1]]) if around else []
     if is_file or not wanted:
-        notes = left_notes(own, [""]) + (left_notes(around[0], [around[1]]) if around else [])
-        return Following(notes=tuple(notes))
+        return Following(notes=(*left_notes(own, [""]), *left))
     if to == "dcp" and checkpoint.format is DCP:
         found = follow(own, [""], None)
-        more = left_notes(around[0], [around[1]]) if around else []
-        found = found._replace(notes=(*found.notes, *more))
+        found = found._replace(notes=(*found.notes, *left))
     else:
         found = describing(around[0], [around[1]], around[1]) if around else describing(own, [""])
     return _with_dtype(found, dtype) if dtype else found

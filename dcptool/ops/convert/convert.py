@@ -22,8 +22,9 @@ from dcptool.errors import ItemError
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.formats.output import is_one_file, lay_out
 from dcptool.ops.carrying import carry, require_same_bytes, require_whole
-from dcptool.ops.convert.beside import files_beside
-from dcptool.ops.following import Following
+from dcptool.ops.convert.beside import files_beside, own_step
+from dcptool.ops.convert.lightning import META, Consolidated, consolidated, is_whole
+from dcptool.ops.following import Carried, Following, FoundStep
 from dcptool.ops.guards import (
     LEAVES_OUT,
     damaged,
@@ -199,13 +200,33 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     require_sound(
         checkpoint, selection, options.keys, options.exclude, skip_corrupt=skip, trust=options.trust, hint=hint
     )
-    following = files_beside(checkpoint, to, is_file, options.side_files, options.renaming.dtype)
+    own = own_step(checkpoint)
+    whole = _consolidated(checkpoint, selection, own, to, options)
+    if whole and own:
+        selection, own = whole.selection, own.without(META)
+    following = files_beside(checkpoint, own, to, is_file, options.side_files, options.renaming.dtype)
     require_whole(following, options.trust, options.threads)
-    wanted = Wanted(path, options.objects, options.nesting, options.max_shard_nbytes, following.sizes)
+    if whole:
+        following = following._replace(notes=(whole.note, *following.notes))
+    merged = whole.merged if whole else None
+    wanted = Wanted(path, options.objects, options.nesting, options.max_shard_nbytes, following.sizes, merged)
     output = lay_out(checkpoint, selection, to, wanted)
     if not options.trust:
         require_safe(checkpoint, selection.without_objects() if output.skipped else selection)
     return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output, replaces, following)
+
+
+def _consolidated(
+    checkpoint: Checkpoint, selection: Selection, own: FoundStep | None, to: str, options: ConvertOptions
+) -> Consolidated | None:
+    """Return what Lightning makes of all of a step of its own in one file; None of anything else, or a part of it."""
+    renamed = options.renaming._replace(dtype=None) != AS_IS
+    part = options.keys or options.exclude or renamed or options.nesting == "flat" or not options.side_files
+    if to != "torch" or own is None or part or options.objects == "skip" or not is_whole(own):
+        return None
+    meta = Carried(META, META, own.listing[META])
+    require_whole(Following(checkpoint.storage, (meta,)), options.trust, options.threads)
+    return consolidated(checkpoint, selection, own)
 
 
 def _write(plan: _ConvertPlan, options: ConvertOptions, progress: Progress | None) -> Collection[str]:
