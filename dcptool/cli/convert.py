@@ -21,6 +21,10 @@ from dcptool.cli import options
 @click.option(
     "--dtype", type=click.Choice(["float16", "bfloat16", "float32", "float64"]), help="Cast floating tensors to this."
 )
+@click.option("--cast-optimizer", is_flag=True, help="With --dtype: cast the state of optimizers, too.")
+@click.option(
+    "--allow-overflow", is_flag=True, help="With --dtype: exit 0 though values became infinite, zero or subnormal."
+)
 @click.option(
     "--max-shard-size",
     "max_shard_nbytes",
@@ -60,13 +64,15 @@ from dcptool.cli import options
 @options.check
 @click.option("--skip-corrupt", is_flag=True, help="Check first, then leave damaged tensors out (exit 1).")
 @options.output
-def convert(source: str, target: str, to: str, engine: str, trust: bool, dry_run: bool, **chosen: Any) -> int:
+def convert(
+    source: str, target: str, to: str, engine: str, trust: bool, dry_run: bool, allow_overflow: bool, **chosen: Any
+) -> int:
     """Convert a checkpoint to another format, at the speed of a copy and in constant memory.
 
     SRC is a checkpoint of any format; DST a file (--to torch; --to safetensors if it ends in .safetensors) or a folder.
     Every checksum of the source is checked on the way: one changed bit, and nothing is written.
 
-    Exits 1 if --skip-corrupt left something out.
+    Exits 1 if --skip-corrupt left something out, or values became infinite, zero or subnormal in a cast.
     """
     from dcptool.checkpoint.selection import Renaming
     from dcptool.cli.progress import bar
@@ -92,7 +98,7 @@ def convert(source: str, target: str, to: str, engine: str, trust: bool, dry_run
         done = convert_path(source, target, to, meant, dry_run=dry_run, progress=progress)
     show = plan_text if dry_run else conversion_line
     options.answer(lambda: conversion_json(done), lambda: show(done), done.notes, left_out_lines(done))
-    return 1 if done.corrupt else 0
+    return 1 if done.corrupt or (done.lost and not allow_overflow) else 0
 
 
 _ENGINE_TORCH_TAKES = {"source", "target", "to", "engine", "trust", "overwrite", "json", "quiet"}
@@ -112,6 +118,9 @@ def _require_meaning(to: str, target: str) -> None:
         unused = [option for name, option in names.items() if name not in _ENGINE_TORCH_TAKES]
         if unused:
             raise click.UsageError(f"--engine torch converts everything as it is: leave out {', '.join(unused)}")
+    casts = [option for name, option in names.items() if name in ("cast_optimizer", "allow_overflow")]
+    if casts and "dtype" not in names:
+        raise click.UsageError(f"{casts[0]} is about --dtype: leave it out, or name a dtype")
     if "nesting" in names and to != "torch":
         raise click.UsageError(f"--nesting is about .pt files, not --to {to}: leave it out")
     if "max_shard_nbytes" in names and (to != "safetensors" or target.endswith(".safetensors")):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
+from dcptool.checkpoint.casting import Loss
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import ObjectEntry
 from dcptool.checkpoint.extents import Extent, place_words
@@ -14,7 +16,7 @@ from dcptool.checkpoint.findings import Finding, errors
 from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.checks.check import Level, check
-from dcptool.copying.engine import copy, memory_nbytes
+from dcptool.copying.engine import CopyReport, copy, memory_nbytes
 from dcptool.copying.outputs import LaidOut, OutputFile, Wanted
 from dcptool.copying.pool import default_threads
 from dcptool.copying.publishing import prepare, require_place
@@ -94,6 +96,7 @@ class Conversion(NamedTuple):
         notes: worth knowing, one sentence each.
         published: whether it was written.
         carried: names of the files beside the checkpoint that go with it; they are among the files.
+        lost: what casts lost, by fqn: how many values became infinite, zero or subnormal.
     """
 
     path: str
@@ -110,6 +113,7 @@ class Conversion(NamedTuple):
     notes: tuple[str, ...]
     published: bool
     carried: tuple[str, ...] = ()
+    lost: Mapping[str, Loss] = MappingProxyType({})
 
 
 def convert(
@@ -147,13 +151,14 @@ def convert(
     """
     began = time.perf_counter()
     plan = _plan(source, os.fspath(target), to, options)
-    unproven: Collection[str] = ()
+    report = CopyReport(0, ())
     if dry_run:
         require_place(plan.path, plan.output.is_file, plan.nbytes, options.overwrite, plan.sources)
     else:
-        unproven = _write(plan, options, progress)
+        report = _write(plan, options, progress)
     found = found_below(source, plan.checkpoint)
-    return _told(plan, options, (*found, *_notes(plan, options, unproven)), time.perf_counter() - began, not dry_run)
+    notes = (*found, *_notes(plan, options, report.unproven))
+    return _told(plan, options, notes, report.lost, time.perf_counter() - began, not dry_run)
 
 
 class _ConvertPlan(NamedTuple):
@@ -229,8 +234,8 @@ def _consolidated(
     return consolidated(checkpoint, selection, own)
 
 
-def _write(plan: _ConvertPlan, options: ConvertOptions, progress: Progress | None) -> Collection[str]:
-    """Copy, look at the result, and give it its name; return the fqns of tensors that are stored without checksums."""
+def _write(plan: _ConvertPlan, options: ConvertOptions, progress: Progress | None) -> CopyReport:
+    """Copy, look at the result, and give it its name."""
     checkpoint, output = plan.checkpoint, plan.output
     threads = options.threads or default_threads()
     with prepare(plan.path, output.is_file, plan.nbytes, options.overwrite, checkpoint.path) as place:
@@ -248,11 +253,16 @@ def _write(plan: _ConvertPlan, options: ConvertOptions, progress: Progress | Non
             require_equal(checkpoint, open_checkpoint(place.written), plan.selection, threads)
             require_same_bytes(plan.following, place.storage)
         place.publish(options.overwrite)
-    return report.unproven
+    return report
 
 
 def _told(
-    plan: _ConvertPlan, options: ConvertOptions, notes: tuple[str, ...], seconds: float, published: bool
+    plan: _ConvertPlan,
+    options: ConvertOptions,
+    notes: tuple[str, ...],
+    lost: Mapping[str, Loss],
+    seconds: float,
+    published: bool,
 ) -> Conversion:
     """Return what was written, or would be."""
     tensors = plan.selection.tensors
@@ -271,6 +281,7 @@ def _told(
         notes,
         published,
         tuple(plan.following.sizes),
+        dict(sorted(lost.items())),
     )
 
 
