@@ -46,6 +46,7 @@ from dcptool.cli import options
     help="Leave configuration, tokenizer and what else belongs to a folder.",
 )
 @options.also
+@options.rank
 @options.threads
 @click.option(
     "--engine",

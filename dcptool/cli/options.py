@@ -161,6 +161,12 @@ also = click.option(
     type=PATH,
     help="A folder with further files of the same save, such as another node's disk. Repeatable.",
 )
+rank = click.option(
+    "--rank",
+    type=click.IntRange(0),
+    metavar="R",
+    help="Where ranks saved values of their own that differ: take those of this one.",
+)
 threads = click.option(
     "--threads", type=click.IntRange(1), default=None, help="Reads at the same time.  [default: by processors]"
 )

@@ -15,13 +15,14 @@ from dcptool.checks.copies import apart_notes
 from dcptool.copying.outputs import OutputFile
 from dcptool.copying.pool import Pool
 from dcptool.copying.publishing import Target, leftovers
-from dcptool.errors import ItemError, StorageError, UnsafePickleError, UnsupportedError
+from dcptool.errors import ItemError, LayoutError, StorageError, UnsafePickleError, UnsupportedError
+from dcptool.formats.dcp.format import rank_name
 from dcptool.formats.detect import open_checkpoint
 from dcptool.ops.diff.objects import compare_objects
 from dcptool.ops.diff.results import DiffOptions
 from dcptool.ops.diff.sides import Access
 from dcptool.ops.diff.values import ValueComparison
-from dcptool.storage import is_url, join
+from dcptool.storage import is_url, join, locate
 from dcptool.words import cut_lines, listed
 
 MAX_LISTED = 20
@@ -135,6 +136,28 @@ def require_safe(checkpoint: Checkpoint, selection: Selection) -> None:
             "\n".join([f"{checkpoint.path} holds what runs code when it is loaded:", *cut_lines(lines, MAX_LISTED)]),
             next_step=f"Nothing was written; --exclude {first!r} leaves it out, --trust takes it all the same.",
         )
+
+
+def of_rank(path: str, rank: int | None) -> str:
+    """Return the path that opens a checkpoint as one rank saved it, of those in which each kept metadata of its own.
+
+    Args:
+        path: of the checkpoint.
+        rank: which; None for all of them together, as it is.
+
+    Raises:
+        LayoutError: it has no metadata of that rank.
+        CheckpointNotFoundError, StorageError: nothing is there, or it cannot be looked at.
+    """
+    if rank is None:
+        return path
+    location = locate(path)
+    if location.file is not None or location.storage.size(rank_name(rank)) is None:
+        raise LayoutError(
+            f"--rank {rank}: {path} has no {rank_name(rank)}",
+            next_step="Only saves with use_collectives=False have metadata of each rank; leave --rank out.",
+        )
+    return join(path.rstrip("/"), rank_name(rank))
 
 
 def require_unchanged(checkpoint: Checkpoint) -> None:

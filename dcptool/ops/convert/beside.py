@@ -7,7 +7,7 @@ from typing import Any
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.errors import StorageError
-from dcptool.formats.dcp.format import DCP
+from dcptool.formats.dcp.format import DCP, metadata_rank
 from dcptool.ops.following import (
     NOTHING,
     Carried,
@@ -30,7 +30,7 @@ _MAX_CONFIG_NBYTES = 16 << 20
 
 def own_step(checkpoint: Checkpoint) -> FoundStep | None:
     """Return the folder of a checkpoint with all in it; None where one file was named."""
-    if checkpoint.name:
+    if checkpoint.name and metadata_rank(checkpoint.name) is None:
         return None
     location = Location(checkpoint.storage, None)
     return step_of(location, {"": checkpoint}, list_files(location))

@@ -16,6 +16,7 @@ from dcptool.checkpoint.findings import Finding, errors
 from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.checks.check import Level, check
+from dcptool.checks.copies import require_one_rank
 from dcptool.copying.engine import CopyReport, copy, memory_nbytes
 from dcptool.copying.outputs import LaidOut, OutputFile, Wanted
 from dcptool.copying.pool import default_threads
@@ -31,6 +32,7 @@ from dcptool.ops.guards import (
     LEAVES_OUT,
     damaged,
     leftover_notes,
+    of_rank,
     require_equal,
     require_no_part,
     require_safe,
@@ -60,6 +62,8 @@ class ConvertOptions(NamedTuple):
         trust: take also what runs code when it is loaded.
         side_files: carry what belongs to a folder: a model's configuration and tokenizer, from DCP to DCP all that its
             trainer loads.
+        rank: of a checkpoint in which each rank kept metadata of its own, the one whose values are taken where they
+            differ; None refuses them.
     """
 
     keys: tuple[str, ...] = ()
@@ -75,6 +79,7 @@ class ConvertOptions(NamedTuple):
     also: tuple[str, ...] = ()
     trust: bool = False
     side_files: bool = True
+    rank: int | None = None
 
 
 DEFAULTS = ConvertOptions()
@@ -189,7 +194,7 @@ class _ConvertPlan(NamedTuple):
 
 def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOptions) -> _ConvertPlan:
     """Open the source, see that it is sound and that output can go where it shall, and lay that out."""
-    checkpoint = open_checkpoint(source, options.also)
+    checkpoint = open_checkpoint(of_rank(os.fspath(source), options.rank), options.also)
     sources = (checkpoint.path, *options.also)
     is_file = is_one_file(to, path)
     require_place(path, is_file, 0, options.overwrite, sources)  # before all is checked, which takes time
@@ -205,6 +210,7 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     require_sound(
         checkpoint, selection, options.keys, options.exclude, skip_corrupt=skip, trust=options.trust, hint=hint
     )
+    require_one_rank(checkpoint, {item.entry.fqn for item in selection.in_order})
     own = own_step(checkpoint)
     whole = _consolidated(checkpoint, selection, own, to, options)
     if whole and own:

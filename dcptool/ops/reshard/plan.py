@@ -11,13 +11,14 @@ from dcptool.checkpoint.families import per_rank_state
 from dcptool.checkpoint.findings import errors
 from dcptool.checkpoint.selection import Selection, require_match, select, selects, unmatched
 from dcptool.checks.check import cover_problems
+from dcptool.checks.copies import require_one_rank
 from dcptool.copying.outputs import OutputFile
 from dcptool.errors import CheckpointNotFoundError, LayoutError
 from dcptool.formats.dcp.write import Arrangement, DcpLayout, lay_out_dcp, marker_of
 from dcptool.formats.detect import open_checkpoint
 from dcptool.ops.carrying import require_whole
 from dcptool.ops.following import NOTHING, Following, data_order, follow, left_notes, ranks_named
-from dcptool.ops.guards import require_safe, require_sound
+from dcptool.ops.guards import of_rank, require_safe, require_sound
 from dcptool.ops.reshard.assign import assign
 from dcptool.ops.reshard.mesh import MAX_RANKS, parse_mesh, parse_placement
 from dcptool.ops.reshard.rules import LayoutRules, WantedLayout, mesh_hint
@@ -46,6 +47,8 @@ class ReshardOptions(NamedTuple):
         check: compare the output with the source, element by element, before it is published.
         also: further folders that hold files of the source.
         trust: take also objects that run code when they are loaded.
+        rank: of a checkpoint in which each rank kept metadata of its own, the one whose values are taken where they
+            differ; None refuses them.
     """
 
     world_size: int | None = None
@@ -62,6 +65,7 @@ class ReshardOptions(NamedTuple):
     check: bool = False
     also: tuple[str, ...] = ()
     trust: bool = False
+    rank: int | None = None
 
 
 class PartPlan(NamedTuple):
@@ -141,6 +145,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
     told: tuple[str, ...] = ()
     if source is None:
         source, told = source_here()
+    source = of_rank(source, options.rank)
     found = open_source(source, options.also)
     problem = options_problem(options)
     if problem:
@@ -180,6 +185,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
 def _plan_part(name: str, checkpoint: Checkpoint, path: str, options: ReshardOptions, wanted: WantedLayout) -> PartPlan:
     selection = select(checkpoint, options.keys, options.exclude)
     require_sound(checkpoint, selection, options.keys, options.exclude, trust=options.trust)
+    require_one_rank(checkpoint, {item.entry.fqn for item in selection.in_order})
     _require_common(selection, wanted)
     rules = LayoutRules(checkpoint, selection, wanted)
     arrangement = assign(rules.held(), wanted.n_ranks)

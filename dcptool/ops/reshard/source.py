@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.steps import step_number
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError, SeveralCheckpointsError, UnsupportedError
-from dcptool.formats.dcp.format import DCP
+from dcptool.formats.dcp.format import DCP, metadata_rank
 from dcptool.formats.detect import find_parts, open_at, open_part
 from dcptool.formats.table import FORMATS, fills_folder
 from dcptool.frameworks.profile import Follow
@@ -53,7 +53,10 @@ def open_source(path: str, also: Sequence[str] = ()) -> ReshardSource:
     location = locate(path, also)
     if location.file is not None:
         checkpoint = open_part(location, "")
-        return ReshardSource(checkpoint.path, {"": checkpoint})
+        if metadata_rank(location.file) is None:
+            return ReshardSource(checkpoint.path, {"": checkpoint})
+        folder = Location(location.storage, None)  # of a checkpoint as one of its ranks saved it
+        return ReshardSource(folder.path, {"": checkpoint}, "", step_of(folder, {"": checkpoint}, list_files(folder)))
     names = [part.name for part in find_parts(location, below_whole=True)]
     if not names:
         _require_not_fixed(location)
