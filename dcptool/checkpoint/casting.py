@@ -37,6 +37,8 @@ class Loss(NamedTuple):
 
 
 NO_LOSS = Loss()
+_SLICE = 1 << 15
+"""Values that are looked at together: what that needs is small beside a band."""
 _EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000}
 """The bits of the exponent; float64 holds all values of the others."""
 _NARROWS = {"float16": ("bfloat16", "float32", "float64"), "bfloat16": ("float32", "float64"), "float32": ("float64",)}
@@ -51,16 +53,24 @@ def loss_of_cast(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], stor
         after: the same after the cast.
         stored, cast: their dtypes.
     """
+    found = NO_LOSS
+    if stored in _NARROWS.get(cast, ()):
+        old, new = before.reshape(-1), after.reshape(-1)
+        for start in range(0, len(new), _SLICE):
+            found = found.plus(_lost(old[start : start + _SLICE], new[start : start + _SLICE], stored, cast))
+    return found
+
+
+def _lost(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], stored: str, cast: str) -> Loss:
+    """Count what a cast of a few values lost."""
     import numpy as np
 
-    if stored not in _NARROWS.get(cast, ()) or not after.size:
-        return NO_LOSS
-    bits = after.reshape(-1).view(np.uint32 if cast == "float32" else np.uint16)
+    bits = after.view(np.uint32 if cast == "float32" else np.uint16)
     exponent = bits & _EXPONENTS[cast]
     edge = np.flatnonzero((exponent == 0) | (exponent == _EXPONENTS[cast]))
     if not len(edge):
         return NO_LOSS
-    old, new = before.reshape(-1)[edge].astype(np.float64), after.reshape(-1)[edge].astype(np.float64)
+    old, new = before[edge].astype(np.float64), after[edge].astype(np.float64)
     smallest = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126}[stored]
     n_infinite = np.count_nonzero(np.isinf(new) & np.isfinite(old))
     n_zero = np.count_nonzero((new == 0) & (old != 0))

@@ -164,6 +164,25 @@ def test_to_dcp_and_back(part, tmp_path):
         assert (again / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.parametrize("name", ["megatron_tp2", "megatron_dp2_fpar"])
+def test_g_megatron_through_a_pt_file_and_back(tmp_path, name):
+    """Its sharded objects hold tensors, in lists of dicts, and stay objects."""
+    source = FOREIGN / name / "iter_0000010"
+    convert(source, tmp_path / "m.pt", "torch")
+    convert(tmp_path / "m.pt", tmp_path / "back", "dcp")
+    before, back = dcptool.open(source), dcptool.open(tmp_path / "back")
+    assert any("rng_state" in fqn for fqn in before.objects)
+    assert set(back.objects) == set(before.objects)
+    assert set(back.tensors) == set(before.tensors)
+    assert dcptool.compare(source, tmp_path / "back").equal
+    assert not differences(torch.load(tmp_path / "m.pt", weights_only=False), loaded_by_torch(tmp_path / "back"))
+
+
+def loaded_by_torch(folder) -> dict:
+    assert stock_convert(folder, folder.parent / "stock_back.pt")
+    return torch.load(folder.parent / "stock_back.pt", weights_only=False)
+
+
 @pytest.mark.parametrize("part", [part for part in PARTS if part.damaged], ids=lambda part: part.name)
 @pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
 def test_damaged_sources_are_refused(part, to, tmp_path):
