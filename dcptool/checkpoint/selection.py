@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from fnmatch import fnmatchcase, translate
 from typing import NamedTuple
 
@@ -49,6 +49,12 @@ class Renaming(NamedTuple):
 
 
 AS_IS = Renaming()
+
+
+def renaming_of_part(renaming: Renaming, names: Iterable[str]) -> Renaming:
+    """Return what of a renaming of several checkpoints is about one of them, which has these names."""
+    there = {_affixed(name, renaming) for name in names}
+    return renaming._replace(rename=tuple(pair for pair in renaming.rename if pair[0] in there))
 
 
 Path = tuple[str | int, ...]

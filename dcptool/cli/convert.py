@@ -14,17 +14,7 @@ from dcptool.cli import options
 @click.argument("target", metavar="DST", type=options.PATH)
 @click.option("--to", type=click.Choice(["torch", "safetensors", "dcp"]), required=True, help="Format of DST.")
 @options.selection
-@click.option("--strip-prefix", default="", metavar="P", help="Take this off the front of names.")
-@click.option("--add-prefix", default="", metavar="P", help="Put this in front of all names.")
-@click.option("--rename", multiple=True, type=options.PAIR, metavar="OLD=NEW", help="Rename an entry. Repeatable.")
-@click.option("--clean-names", is_flag=True, help="Take parts of wrappers (module, _orig_mod, …) out of names.")
-@click.option(
-    "--dtype", type=click.Choice(["float16", "bfloat16", "float32", "float64"]), help="Cast floating tensors to this."
-)
-@click.option("--cast-optimizer", is_flag=True, help="With --dtype: cast the state of optimizers, too.")
-@click.option(
-    "--allow-overflow", is_flag=True, help="With --dtype: exit 0 though values became infinite, zero or subnormal."
-)
+@options.renaming
 @click.option(
     "--max-shard-size",
     "max_shard_nbytes",
@@ -119,9 +109,7 @@ def _require_meaning(to: str, target: str) -> None:
         unused = [option for name, option in names.items() if name not in _ENGINE_TORCH_TAKES]
         if unused:
             raise click.UsageError(f"--engine torch converts everything as it is: leave out {', '.join(unused)}")
-    casts = [option for name, option in names.items() if name in ("cast_optimizer", "allow_overflow")]
-    if casts and "dtype" not in names:
-        raise click.UsageError(f"{casts[0]} is about --dtype: leave it out, or name a dtype")
+    options.require_dtype(ctx)
     if "nesting" in names and to != "torch":
         raise click.UsageError(f"--nesting is about .pt files, not --to {to}: leave it out")
     if "max_shard_nbytes" in names and (to != "safetensors" or target.endswith(".safetensors")):

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import lru_cache, partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 from dcptool.checkpoint.boxes import ChunkIndex
@@ -65,7 +64,7 @@ class CopyReport(NamedTuple):
     failures: tuple[Finding, ...]
     partly_read: tuple[PartlyRead, ...] = ()
     unproven: frozenset[str] = frozenset()
-    lost: Mapping[str, Loss] = MappingProxyType({})
+    lost: Mapping[str, Loss] = {}
 
 
 def copy(

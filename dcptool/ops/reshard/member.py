@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from dcptool.checkpoint.casting import NO_LOSS, Loss
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import Box
@@ -27,7 +28,7 @@ from dcptool.groups.sharing import Contribution, agree, blocks, contribute, requ
 from dcptool.ops.carrying import carry, require_same_bytes
 from dcptool.ops.guards import ANOTHER_STEP, damaged, require_equal, require_same, require_unchanged
 from dcptool.ops.replacing import replaced
-from dcptool.ops.reshard.plan import PartPlan, Plan, ReshardOptions, globs_of_part, make_plan
+from dcptool.ops.reshard.plan import PartPlan, Plan, ReshardOptions, make_plan, options_of_part
 from dcptool.ops.reshard.result import Resharded, summarize_plan
 from dcptool.storage import Creator, LocalStorage, is_url, join, locate, storage_at
 
@@ -111,8 +112,11 @@ class _Coordinator:
         _seal(self.plan, self.place, self._options, self._audience)
         self._audience.published()
         unproven = {fqn for of_member in reports for report in of_member for fqn in report.unproven}
+        lost: dict[str, Loss] = {}
+        for fqn, found in (pair for of_member in reports for report in of_member for pair in report.lost.items()):
+            lost[fqn] = lost.get(fqn, NO_LOSS).plus(found)
         seconds = time.perf_counter() - began
-        return summarize_plan(self.plan, self._options, self._group.size, seconds, True, self._replaces, unproven)
+        return summarize_plan(self.plan, self._options, self._group.size, seconds, True, self._replaces, unproven, lost)
 
 
 def read_paths(source: str, options: ReshardOptions) -> tuple[str, ...]:
@@ -160,8 +164,8 @@ def _opened(opens: tuple[str, str], part: str, options: ReshardOptions) -> tuple
     location = locate(path, options.also)
     place = "/".join(filter(None, (folder, part)))
     checkpoint = open_part(location, place) if place else open_checkpoint(path, options.also)
-    keys, exclude = globs_of_part(checkpoint, options)
-    return checkpoint, select(checkpoint, keys, exclude)
+    asked = options_of_part(checkpoint, options)
+    return checkpoint, select(checkpoint, asked.keys, asked.exclude, asked.renaming)
 
 
 def _storage(target: str, audience: Audience) -> tuple[Creator, int]:

@@ -9,7 +9,16 @@ from typing import NamedTuple
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.families import per_rank_state
 from dcptool.checkpoint.findings import errors
-from dcptool.checkpoint.selection import Selection, require_match, select, selects, unmatched
+from dcptool.checkpoint.selection import (
+    AS_IS,
+    Renaming,
+    Selection,
+    renaming_of_part,
+    require_match,
+    select,
+    selects,
+    unmatched,
+)
 from dcptool.checks.check import cover_problems
 from dcptool.checks.copies import require_one_rank
 from dcptool.copying.outputs import OutputFile
@@ -19,6 +28,7 @@ from dcptool.formats.detect import open_checkpoint
 from dcptool.ops.carrying import require_whole
 from dcptool.ops.following import NOTHING, Following, data_order, follow, left_notes, ranks_named
 from dcptool.ops.guards import of_rank, require_safe, require_sound
+from dcptool.ops.model_config import with_dtype
 from dcptool.ops.reshard.assign import assign
 from dcptool.ops.reshard.mesh import MAX_RANKS, parse_mesh, parse_placement
 from dcptool.ops.reshard.rules import LayoutRules, WantedLayout, mesh_hint
@@ -49,6 +59,7 @@ class ReshardOptions(NamedTuple):
         trust: take also objects that run code when they are loaded.
         rank: of a checkpoint in which each rank kept metadata of its own, the one whose values are taken where they
             differ; None refuses them.
+        renaming: how names and dtypes change.
     """
 
     world_size: int | None = None
@@ -66,6 +77,7 @@ class ReshardOptions(NamedTuple):
     also: tuple[str, ...] = ()
     trust: bool = False
     rank: int | None = None
+    renaming: Renaming = AS_IS
 
 
 class PartPlan(NamedTuple):
@@ -153,6 +165,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
     several = len(found.parts) > 1
     if several:
         require_match(list(found.parts.values()), options.keys, options.exclude)
+        _require_renamed(list(found.parts.values()), options)
     asked = {name: _options_of(part, options) if several else options for name, part in found.parts.items()}
     chosen = {name: part for name, part in found.parts.items() if asked[name] is not None}
     n_ranks = 0
@@ -168,6 +181,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
     cut = None if options.files else n_ranks
     if found.step:
         following = follow(found.step, found.parts, cut)
+        following = with_dtype(following, options.renaming.dtype) if options.renaming.dtype else following
         require_whole(following, options.trust, options.threads)
     marker = marker_of(path, "reshard", [part.layout for part in parts], following.sizes)
     notes = (
@@ -183,7 +197,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
 
 
 def _plan_part(name: str, checkpoint: Checkpoint, path: str, options: ReshardOptions, wanted: WantedLayout) -> PartPlan:
-    selection = select(checkpoint, options.keys, options.exclude)
+    selection = select(checkpoint, options.keys, options.exclude, options.renaming)
     require_sound(checkpoint, selection, options.keys, options.exclude, trust=options.trust)
     require_one_rank(checkpoint, {item.entry.fqn for item in selection.in_order})
     _require_common(selection, wanted)
@@ -199,23 +213,36 @@ def _plan_part(name: str, checkpoint: Checkpoint, path: str, options: ReshardOpt
 
 def _options_of(part: Checkpoint, options: ReshardOptions) -> ReshardOptions | None:
     """Return what of the options is about one part of several; None if nothing of it is selected."""
-    keys, exclude = globs_of_part(part, options)
-    if (len(part) or keys) and not any(selects(fqn, keys, exclude) for fqn in part):
+    found = options_of_part(part, options)
+    if (len(part) or found.keys) and not any(selects(fqn, found.keys, found.exclude) for fqn in part):
         return None
     mesh = parse_mesh(options.mesh) if options.mesh else None
     placements = tuple(
         text for text in options.placements if mesh and any(map(parse_placement(text, mesh).matches, part.tensors))
     )
-    return options._replace(keys=keys, exclude=exclude, placements=placements)
+    return found._replace(placements=placements)
 
 
-def globs_of_part(part: Checkpoint, options: ReshardOptions) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what of `keys` and `exclude` matches something of a part; all of `keys` where none does."""
+def _require_renamed(parts: Sequence[Checkpoint], options: ReshardOptions) -> None:
+    """Refuse a new name for what is in no part.
+
+    Raises:
+        LayoutError: names the first.
+    """
+    known = {pair for part in parts for pair in renaming_of_part(options.renaming, part).rename}
+    lone = next((old for old, new in options.renaming.rename if (old, new) not in known), None)
+    if lone is not None:
+        raise LayoutError(f"--rename {lone}=…: no entry of any part has this name")
+
+
+def options_of_part(part: Checkpoint, options: ReshardOptions) -> ReshardOptions:
+    """Return options with what of the names and globs in them matches something of a part; `keys` where none does."""
     keys, exclude = (
         tuple(glob for glob in globs if any(selects(fqn, (glob,), ()) for fqn in part))
         for globs in (options.keys, options.exclude)
     )
-    return keys or options.keys, exclude
+    renaming = renaming_of_part(options.renaming, part) if options.renaming.rename else options.renaming
+    return options._replace(keys=keys or options.keys, exclude=exclude, renaming=renaming)
 
 
 def _step_notes(found: ReshardSource, chosen: Collection[str], options: ReshardOptions) -> list[str]:

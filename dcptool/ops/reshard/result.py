@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
+from dcptool.checkpoint.casting import Loss
 from dcptool.copying.engine import memory_nbytes
 from dcptool.ops.guards import leftover_notes, source_notes
 from dcptool.ops.reshard.plan import Plan, ReshardOptions
@@ -28,6 +30,8 @@ class Resharded(NamedTuple):
         parts: places of the checkpoints in the step, if there are several or the one is below it.
         carried: names of files beside them that were copied as they are.
         carried_nbytes: bytes of these.
+        n_cast: tensors whose dtype changed.
+        lost: what casts lost, by fqn: how many values became infinite, zero or subnormal.
     """
 
     source: str
@@ -46,6 +50,8 @@ class Resharded(NamedTuple):
     parts: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
     carried_nbytes: int = 0
+    n_cast: int = 0
+    lost: Mapping[str, Loss] = {}
 
     @property
     def nbytes_out(self) -> int:
@@ -61,6 +67,7 @@ def summarize_plan(
     published: bool,
     replaces: str,
     unproven: Collection[str] = (),
+    lost: Mapping[str, Loss] = MappingProxyType({}),
 ) -> Resharded:
     """Return a plan as a result.
 
@@ -71,6 +78,7 @@ def summarize_plan(
         published: whether it was written.
         replaces: what is, or was, at the target, as a note; "" for nothing.
         unproven: names of the tensors that were read and have no checksums.
+        lost: what casts lost, by fqn.
     """
     threads = options.threads or 1
     tensors = [item for part in plan.parts for item in part.selection.tensors]
@@ -96,4 +104,6 @@ def summarize_plan(
         tuple(part.name for part in plan.parts if part.name),
         tuple(plan.following.sizes),
         plan.following.nbytes,
+        sum(part.selection.n_cast for part in plan.parts),
+        dict(sorted(lost.items())),
     )

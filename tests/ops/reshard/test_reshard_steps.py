@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import dcptool
+from dcptool.checkpoint.selection import Renaming
 from dcptool.errors import (
     ItemError,
     LayoutError,
@@ -288,6 +289,58 @@ class TestOptions:
         (out / "thesis.tex").write_text("years of work")
         with pytest.raises(OutputExistsError, match="thesis"):
             reshard_alone(TRAINER, out, world_size=3, overwrite=True)
+
+
+class TestNamesAndDtypes:
+    """As `convert` changes them: what reshard makes of a checkpoint is what it makes of the converted one."""
+
+    @pytest.mark.parametrize(
+        "renaming",
+        [
+            Renaming(strip_prefix="state_dict.", add_prefix="net."),
+            Renaming(dtype="bfloat16"),
+            Renaming(dtype="float16", cast_optimizer=True),
+            Renaming(rename=(("state_dict.l1.weight", "first"),), dtype="float64"),
+        ],
+    )
+    def test_of_one_checkpoint(self, tmp_path, renaming):
+        converted = tmp_path / "converted"
+        dcptool.convert(LIGHTNING, converted, "dcp", dcptool.ConvertOptions(renaming=renaming))
+        reshard_alone(converted, tmp_path / "theirs", world_size=3)
+        done = reshard_alone(LIGHTNING, tmp_path / "ours", world_size=3, renaming=renaming, check=True)
+        ours, theirs = dcptool.open(tmp_path / "ours"), dcptool.open(tmp_path / "theirs")
+        assert list(ours) == list(theirs)
+        assert [entry.path for entry in ours.values()] == [entry.path for entry in theirs.values()]
+        assert dcptool.compare(tmp_path / "ours", tmp_path / "theirs").equal
+        assert (done.n_cast > 0) is (renaming.dtype is not None)
+
+    def test_of_all_parts(self, tmp_path):
+        renaming = Renaming(rename=(("model.lm_head.weight", "model.head"),), dtype="bfloat16")
+        step = copied(TRAINER, tmp_path)
+        (step / "config.json").write_text('{"dtype": "float32"}')
+        reshard_alone(step, tmp_path / "out", world_size=3, renaming=renaming)
+        model = dcptool.open(tmp_path / "out" / "pytorch_model_fsdp_0")
+        assert "model.head" in model
+        assert {entry.dtype for entry in model.tensors.values()} == {"bfloat16"}
+        moments = dcptool.open(tmp_path / "out" / "optimizer_0").tensors
+        assert "bfloat16" not in {entry.dtype for entry in moments.values()}
+        assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"dtype": "bfloat16"}
+        with pytest.raises(LayoutError, match="no entry of any part"):
+            reshard_alone(step, tmp_path / "no", world_size=3, renaming=Renaming(rename=(("nosuch", "x"),)))
+
+    def test_what_a_cast_loses_is_told_by_all_workers(self, tmp_path):
+        tensor = torch.arange(40.0).view(10, 4) * 1e4
+        source = save(tmp_path / "c", *({"w": Shard.of(tensor, rank, 2)} for rank in range(2)))
+        arguments = ("--world-size", "3", "--workers", "2", "--dtype", "float16", "--json", str(source))
+        result = run("reshard", *arguments, str(tmp_path / "out"))
+        assert result.returncode == 1
+        wanted = int(torch.isinf(tensor.half()).sum())
+        assert json.loads(result.stdout)["lost"] == [{"fqn": "w", "n_infinite": wanted, "n_zero": 0, "n_subnormal": 0}]
+        arguments = tuple(word for word in arguments if word != "--json")
+        result = run("reshard", "--allow-overflow", *arguments, str(tmp_path / "two"))
+        assert result.returncode == 0
+        assert f"{wanted} became infinite" in result.stderr
+        assert run("reshard", "--allow-overflow", "--world-size", "3", str(source)).returncode == 2
 
 
 def test_a_run_directory_names_its_steps(tmp_path):
