@@ -32,7 +32,7 @@ MAX_FOLDERS = 64
 """A step has fewer folders."""
 _MARKERS = frozenset({NAME, SAVING, *FOREIGN, *NEGATIVE})
 _DESCRIBES = re.compile(
-    r"(?:.*/)?(?:(?:adapter_|generation_|processor_|preprocessor_|video_preprocessor_|quantize_)?config\.json"
+    r"(?:(?:adapter_|generation_|processor_|preprocessor_|video_preprocessor_|quantize_)?config\.json"
     r"|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|spiece\.model"
     r"|sentencepiece.*\.model|chat_template\..*|(?:LICEN[CS]E|NOTICE|README|USE_POLICY|COPYING)[^/]*"
     r"|(?:configuration|modeling|tokenization|processing|image_processing)_\w+\.py)",
@@ -313,8 +313,7 @@ def _rank_notes(step: FoundStep, ranks: Mapping[str, int | None], n_ranks: int |
     first: dict[str, str] = {}
     for name, rank in ranks.items():
         if rank is not None:
-            at = name.rindex(str(rank))
-            form = f"{name[:at]}*{name[at + len(str(rank)) :]}"
+            form = re.sub(r"\d+(?=\D*$)", "*", name)
             families.setdefault(form, set()).add(rank)
             first.setdefault(form, name)
     return [_rank_note(step, form, first[form], found, n_ranks, cut) for form, found in families.items()]

@@ -115,6 +115,17 @@ class TestFilesOfRanks:
         assert "of no known use: notes.txt, rng_rank*.pt (3 files)" in told
         assert "finds none for rank 2; that of rank 3 carried, of no rank any more" in told
 
+    def test_numbers_with_zeros_in_front_are_one_family(self, tmp_path):
+        step = copied(MEGATRON, tmp_path)
+        (step / "mp_rank_00").mkdir()
+        for rank in range(12):
+            torch.save({"at": rank}, step / "mp_rank_00" / f"train_dataloader_dprank{rank:03d}.pt")
+        done = reshard_alone(step, tmp_path / "out", world_size=11)
+        [note] = [note for note in done.notes if "dprank" in note]
+        assert note.startswith("mp_rank_00/train_dataloader_dprank*.pt (the data loader): carried for ranks 0–10 (11)")
+        assert note.endswith("; that of rank 11 left out: data is read again, or left out, and in another order")
+        assert len(list((tmp_path / "out" / "mp_rank_00").iterdir())) == 11
+
     def test_files_that_are_spread_only_are_all_carried(self, tmp_path):
         done = reshard_alone(ACCELERATE, tmp_path / "out", files=1)
         assert {name for name in done.carried if "random" in name} == {"random_states_0.pkl", "random_states_1.pkl"}
