@@ -158,9 +158,9 @@ def follow(step: FoundStep, resharded: Iterable[str], n_ranks: int | None) -> Fo
     ranks = {name: step.profile.rank_of(name) for name in names if step.profile and kinds[name] is Follow.PER_RANK}
     spare = {name for name, rank in ranks.items() if rank is not None and n_ranks is not None and rank >= n_ranks}
     carried = [name for name in names if name not in spare and name not in stale]
-    unknown = [name for name in carried if kinds[name] is None]
+    unknown = [name for name in carried if kinds[name] is None and not (holds(name) or describes(name))]
     notes = [
-        *_carried_notes(step, [name for name in carried if kinds[name] is not None and name not in ranks], unknown),
+        *_carried_notes(step, [name for name in carried if name not in unknown and name not in ranks], unknown),
         *_rank_notes(step, ranks, n_ranks),
         *_rank_notes(step, {name: rank for name in unknown if (rank := rank_in(name)) is not None}, n_ranks, False),
         *([f"left out, for it would be wrong: {named(step, stale)}"] if stale else []),
