@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from fnmatch import fnmatchcase, translate
 from typing import NamedTuple
 
 from dcptool.checkpoint import dtypes
+from dcptool.checkpoint.casting import is_optimizer_state, is_small_float, scaled
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import ObjectEntry, TensorEntry
 from dcptool.checkpoint.regions import volume
-from dcptool.errors import LayoutError
+from dcptool.errors import LayoutError, UnsupportedError
 from dcptool.words import closest, did_you_mean, listed, plural
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module", "module")
@@ -36,6 +37,7 @@ class Renaming(NamedTuple):
         rename: (old, new) pairs of whole names.
         clean_names: take parts of wrappers out of names.
         dtype: what floating tensors are cast to; None to keep.
+        cast_optimizer: cast the state of optimizers, too.
     """
 
     strip_prefix: str = ""
@@ -43,9 +45,16 @@ class Renaming(NamedTuple):
     rename: tuple[tuple[str, str], ...] = ()
     clean_names: bool = False
     dtype: str | None = None
+    cast_optimizer: bool = False
 
 
 AS_IS = Renaming()
+
+
+def renaming_of_part(renaming: Renaming, names: Iterable[str]) -> Renaming:
+    """Return what of a renaming of several checkpoints is about one of them, which has these names."""
+    there = {_affixed(name, renaming) for name in names}
+    return renaming._replace(rename=tuple(pair for pair in renaming.rename if pair[0] in there))
 
 
 Path = tuple[str | int, ...]
@@ -144,17 +153,63 @@ def select(
         sources[name] = fqn
     items: list[SelectedTensor | SelectedObject] = []
     n_cast = 0
+    kept: list[str] = []
+    _require_castable(checkpoint, chosen, renaming)
     for fqn in chosen:
         entry, name = checkpoint[fqn], names[fqn]
         path = _path(entry.path, fqn, name, renaming)
         if isinstance(entry, TensorEntry):
-            dtype = renaming.dtype if renaming.dtype and entry.dtype in _FLOATS else entry.dtype
+            dtype = entry.dtype
+            if renaming.dtype and entry.dtype in _FLOATS and entry.dtype != renaming.dtype:
+                is_kept = not renaming.cast_optimizer and is_optimizer_state(fqn)
+                kept += [fqn] if is_kept else []
+                dtype = dtype if is_kept else renaming.dtype
             n_cast += dtype != entry.dtype
             items.append(SelectedTensor(name, path, entry, dtype))
         else:
             items.append(SelectedObject(name, path, entry))
-    notes = (*unmatched(checkpoint, keys, exclude), *_prefix_notes(chosen, renaming))
+    notes = (
+        *unmatched(checkpoint, keys, exclude),
+        *_prefix_notes(chosen, renaming),
+        *_cast_notes(checkpoint, chosen, kept, renaming),
+    )
     return Selection(tuple(items), n_cast, notes)
+
+
+def _require_castable(checkpoint: Checkpoint, chosen: Sequence[str], renaming: Renaming) -> None:
+    """Refuse a cast where values mean something only together with scales, which would be cast and they not.
+
+    Raises:
+        UnsupportedError: names the first.
+    """
+    if not renaming.dtype:
+        return
+    tensors = {fqn: entry.dtype for fqn, entry in checkpoint.tensors.items()}
+    found = scaled(tensors, [fqn for fqn in chosen if fqn in tensors])
+    if found:
+        first, scale = next(iter(found.items()))
+        raise UnsupportedError(
+            f"{plural(len(found), 'tensor')} of {tensors[first]} and their like mean something only with scales, as "
+            f"{first!r} with {scale!r}: --dtype {renaming.dtype} would make wrong weights of them",
+            next_step="Without --dtype both stay as they are; what quantised the model can undo it first.",
+        )
+
+
+def _cast_notes(checkpoint: Checkpoint, chosen: Sequence[str], kept: Sequence[str], renaming: Renaming) -> list[str]:
+    """Say which floating tensors a cast leaves as they are."""
+    if not renaming.dtype:
+        return []
+    small = [fqn for fqn in chosen if fqn in checkpoint.tensors and is_small_float(checkpoint.tensors[fqn].dtype)]
+    notes = []
+    if kept:
+        notes.append(
+            f"{plural(len(kept), 'tensor')} of optimizer state keep their dtype, such as {kept[0]!r}; "
+            "--cast-optimizer casts them, too"
+        )
+    if small:
+        dtype = checkpoint.tensors[small[0]].dtype
+        notes.append(f"{plural(len(small), 'tensor')} keep their dtype, such as {small[0]!r}, which is {dtype}")
+    return notes
 
 
 def _prefix_notes(chosen: Sequence[str], renaming: Renaming) -> tuple[str, ...]:

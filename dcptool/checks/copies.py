@@ -16,8 +16,8 @@ from dcptool.checkpoint.extents import Chunk, Extent, Ints
 from dcptool.checkpoint.fill import numpy_empty
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import Box, cut_box
-from dcptool.errors import DcptoolError
-from dcptool.formats.dcp.format import rank_metadata
+from dcptool.errors import DcptoolError, UnsupportedError
+from dcptool.formats.dcp.format import metadata_rank, rank_metadata
 from dcptool.storage import join
 from dcptool.words import listed, plural
 
@@ -76,12 +76,37 @@ def apart_notes(checkpoint: Checkpoint, names: Container[str]) -> list[str]:
     apart = [fqn for fqn in saved_apart(checkpoint) if fqn in names]
     if not apart:
         return []
-    which = listed(list(map(repr, apart)), MAX_NAMED)
     other = join(checkpoint.root, rank_metadata(checkpoint.files)[-1])
     return [
-        f"of {plural(len(apart), 'entry')} each rank saved its own, and they differ: {which}; those of one rank are "
-        f"taken, the lowest that has them; name a rank's metadata to take its own, such as {other}"
+        f"of {plural(len(apart), 'entry')} each rank saved its own, and they differ: {_named(apart)}; "
+        f"those of one rank are taken, {_which(checkpoint)}; name a rank's metadata to take its own, such as {other}"
     ]
+
+
+def require_one_rank(checkpoint: Checkpoint, names: Container[str]) -> None:
+    """Refuse entries that differ between ranks that each saved its own, unless one rank's metadata was named.
+
+    Raises:
+        UnsupportedError: names them.
+    """
+    if metadata_rank(checkpoint.name) is not None:
+        return
+    apart = [fqn for fqn in saved_apart(checkpoint) if fqn in names]
+    if apart:
+        raise UnsupportedError(
+            f"{checkpoint.path}: of {plural(len(apart), 'entry')} each rank saved its own, and they differ: "
+            f"{_named(apart)}",
+            next_step=f"--rank 0 takes those of rank 0, --exclude {apart[0]!r} leaves them out.",
+        )
+
+
+def _named(apart: list[str]) -> str:
+    return listed(list(map(repr, apart)), MAX_NAMED)
+
+
+def _which(checkpoint: Checkpoint) -> str:
+    rank = metadata_rank(checkpoint.name)
+    return "the lowest that has them" if rank is None else f"rank {rank} where it has them"
 
 
 def _chunks_differ(checkpoint: Checkpoint, entry: TensorEntry, first: Chunk, other: Chunk) -> bool:

@@ -83,6 +83,12 @@ def not_read(step: SavedStep, side_files: SideFiles, level: Level) -> list[Findi
     return [Finding.of("tensors-not-read", message)]
 
 
+def rank_in(name: str) -> int | None:
+    """Return whose a file is by its name, of which each rank seems to have one, whatever trainer left it; else None."""
+    match = _OF_RANKS.fullmatch(name)
+    return int(match[2]) if match else None
+
+
 def _missing(lacking: Iterable[tuple[str, str]], trainer: str, next_step: str) -> list[Finding]:
     """Return a finding for each kind of file that is missing, however many ranks' files are."""
     by_kind: dict[str, list[str]] = {}

@@ -14,13 +14,7 @@ from dcptool.cli import options
 @click.argument("target", metavar="DST", type=options.PATH)
 @click.option("--to", type=click.Choice(["torch", "safetensors", "dcp"]), required=True, help="Format of DST.")
 @options.selection
-@click.option("--strip-prefix", default="", metavar="P", help="Take this off the front of names.")
-@click.option("--add-prefix", default="", metavar="P", help="Put this in front of all names.")
-@click.option("--rename", multiple=True, type=options.PAIR, metavar="OLD=NEW", help="Rename an entry. Repeatable.")
-@click.option("--clean-names", is_flag=True, help="Take parts of wrappers (module, _orig_mod, …) out of names.")
-@click.option(
-    "--dtype", type=click.Choice(["float16", "bfloat16", "float32", "float64"]), help="Cast floating tensors to this."
-)
+@options.renaming
 @click.option(
     "--max-shard-size",
     "max_shard_nbytes",
@@ -33,7 +27,16 @@ from dcptool.cli import options
     "--nesting", type=click.Choice(["auto", "flat"]), default="auto", show_default=True, help="Of dicts in a .pt file."
 )
 @click.option("--objects", type=click.Choice(["keep", "skip", "error"]), help="What to do with what is no tensor.")
+@click.option(
+    "--no-side-files",
+    "side_files",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Leave configuration, tokenizer and what else belongs to a folder.",
+)
 @options.also
+@options.rank
 @options.threads
 @click.option(
     "--engine",
@@ -52,13 +55,15 @@ from dcptool.cli import options
 @options.check
 @click.option("--skip-corrupt", is_flag=True, help="Check first, then leave damaged tensors out (exit 1).")
 @options.output
-def convert(source: str, target: str, to: str, engine: str, trust: bool, dry_run: bool, **chosen: Any) -> int:
+def convert(
+    source: str, target: str, to: str, engine: str, trust: bool, dry_run: bool, allow_overflow: bool, **chosen: Any
+) -> int:
     """Convert a checkpoint to another format, at the speed of a copy and in constant memory.
 
     SRC is a checkpoint of any format; DST a file (--to torch; --to safetensors if it ends in .safetensors) or a folder.
     Every checksum of the source is checked on the way: one changed bit, and nothing is written.
 
-    Exits 1 if --skip-corrupt left something out.
+    Exits 1 if --skip-corrupt left something out, or values became infinite, zero or subnormal in a cast.
     """
     from dcptool.checkpoint.selection import Renaming
     from dcptool.cli.progress import bar
@@ -84,7 +89,7 @@ def convert(source: str, target: str, to: str, engine: str, trust: bool, dry_run
         done = convert_path(source, target, to, meant, dry_run=dry_run, progress=progress)
     show = plan_text if dry_run else conversion_line
     options.answer(lambda: conversion_json(done), lambda: show(done), done.notes, left_out_lines(done))
-    return 1 if done.corrupt else 0
+    return 1 if done.corrupt or (done.lost and not allow_overflow) else 0
 
 
 _ENGINE_TORCH_TAKES = {"source", "target", "to", "engine", "trust", "overwrite", "json", "quiet"}
@@ -104,6 +109,7 @@ def _require_meaning(to: str, target: str) -> None:
         unused = [option for name, option in names.items() if name not in _ENGINE_TORCH_TAKES]
         if unused:
             raise click.UsageError(f"--engine torch converts everything as it is: leave out {', '.join(unused)}")
+    options.require_dtype(ctx)
     if "nesting" in names and to != "torch":
         raise click.UsageError(f"--nesting is about .pt files, not --to {to}: leave it out")
     if "max_shard_nbytes" in names and (to != "safetensors" or target.endswith(".safetensors")):

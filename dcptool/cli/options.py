@@ -121,6 +121,44 @@ PAIR = Parsed("pair", _pair)
 """OLD=NEW."""
 
 
+_RENAMING = (
+    click.option("--strip-prefix", default="", metavar="P", help="Take this off the front of names."),
+    click.option("--add-prefix", default="", metavar="P", help="Put this in front of all names."),
+    click.option("--rename", multiple=True, type=PAIR, metavar="OLD=NEW", help="Rename an entry. Repeatable."),
+    click.option("--clean-names", is_flag=True, help="Take parts of wrappers (module, _orig_mod, …) out of names."),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float16", "bfloat16", "float32", "float64"]),
+        help="Cast floating tensors to this.",
+    ),
+    click.option("--cast-optimizer", is_flag=True, help="With --dtype: cast the state of optimizers, too."),
+    click.option(
+        "--allow-overflow",
+        is_flag=True,
+        help="With --dtype: exit 0 though values became infinite, zero or subnormal.",
+    ),
+)
+
+
+def renaming(command: Command) -> Command:
+    """Add the options on new names and dtypes."""
+    for option in reversed(_RENAMING):
+        command = option(command)
+    return command
+
+
+def require_dtype(ctx: click.Context) -> None:
+    """Refuse options on a cast where nothing is cast.
+
+    Raises:
+        click.UsageError: naming the first.
+    """
+    casts = [option for option in ("cast_optimizer", "allow_overflow") if ctx.params[option]]
+    if casts and not ctx.params["dtype"]:
+        option = f"--{casts[0].replace('_', '-')}"
+        raise click.UsageError(f"{option} is about --dtype: leave it out, or name a dtype")
+
+
 def _marker_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     from dcptool.ops.mark import name_problem
 
@@ -160,6 +198,12 @@ also = click.option(
     metavar="DIR",
     type=PATH,
     help="A folder with further files of the same save, such as another node's disk. Repeatable.",
+)
+rank = click.option(
+    "--rank",
+    type=click.IntRange(0),
+    metavar="R",
+    help="Where ranks saved values of their own that differ: take those of this one.",
 )
 threads = click.option(
     "--threads", type=click.IntRange(1), default=None, help="Reads at the same time.  [default: by processors]"

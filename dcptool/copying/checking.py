@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint.boxes import record_problem
+from dcptool.checkpoint.casting import NO_LOSS, Loss
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Record, place_words, whereabouts
@@ -36,10 +37,12 @@ class SourceChecks:
 
     Attributes:
         unproven: fqns of tensors with values that are stored without a checksum.
+        lost: what casts lost, by fqn.
     """
 
     def __init__(self) -> None:
         self.unproven: set[str] = set()
+        self.lost: dict[str, Loss] = {}
         self._failures: dict[tuple[Any, ...], Finding] = {}
         self._lock = threading.Lock()
 
@@ -69,6 +72,9 @@ class SourceChecks:
 
     def _end_tensor(self, reader: TensorReader) -> list[PartlyRead]:
         fqn, partly_read = reader.entry.fqn, []
+        if any(reader.lost):
+            with self._lock:
+                self.lost[fqn] = self.lost.get(fqn, NO_LOSS).plus(reader.lost)
         for index, check in reader.checks():
             record = check.record
             if record.crc32 is None and record.nbytes:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 from dcptool.checkpoint.boxes import ChunkIndex
+from dcptool.checkpoint.casting import Loss
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.copying.checking import PartlyRead, SourceChecks, settle
@@ -56,12 +57,14 @@ class CopyReport(NamedTuple):
         failures: what of the source was found damaged on the way; zeros stand in its place.
         partly_read: records that are still to be checked, with `settle`; empty unless others share them.
         unproven: fqns of tensors with values that are stored without a checksum.
+        lost: what casts lost, by fqn of the tensor.
     """
 
     nbytes: int
     failures: tuple[Finding, ...]
     partly_read: tuple[PartlyRead, ...] = ()
     unproven: frozenset[str] = frozenset()
+    lost: Mapping[str, Loss] = {}
 
 
 def copy(
@@ -96,7 +99,7 @@ def copy(
         groups = [_GroupWriter(group, readers, stop, progress, shared) for group in files]
         nbytes = _write_all(groups, target, n_writers, stop)
     partly_read = tuple(found for group in groups for found in group.partly_read)
-    return CopyReport(nbytes, checks.failures, partly_read, frozenset(checks.unproven))
+    return CopyReport(nbytes, checks.failures, partly_read, frozenset(checks.unproven), checks.lost)
 
 
 def _write_all(groups: Sequence[_GroupWriter], target: Creator, n_writers: int, stop: threading.Event) -> int:

@@ -5,8 +5,9 @@ Plain data; reads and writes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from dcptool.checkpoint.extents import Ints, Record
 
@@ -76,6 +77,13 @@ class OutputFile(NamedTuple):
     parts: Iterable[Part]
 
 
+class Merged(NamedTuple):
+    """What goes into a `.pt` file beside the selection: the stand-ins of a dict, and its storages by their keys."""
+
+    root: Mapping[str, Any]
+    storages: Mapping[str, Record]
+
+
 class Wanted(NamedTuple):
     """How an output shall be.
 
@@ -84,12 +92,16 @@ class Wanted(NamedTuple):
         objects: "keep", "skip" or "error"; None for what the format does by itself.
         nesting: "auto" to nest as the source's paths say, "flat" for one flat dict; of `.pt` files.
         max_shard_nbytes: size of safetensors shards, in bytes.
+        beside: bytes of files that others put into the folder, by name: a marker lists them.
+        merged: what goes into a `.pt` file too, at the top.
     """
 
     path: str
     objects: str | None = None
     nesting: str = "auto"
     max_shard_nbytes: int = 5_000_000_000
+    beside: Mapping[str, int] = MappingProxyType({})
+    merged: Merged | None = None
 
 
 class LaidOut(NamedTuple):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.boxes import BoxReader, ChunkIndex
+from dcptool.checkpoint.casting import NO_LOSS, loss_of_cast
 from dcptool.checkpoint.entries import Source, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Ints, Record
 from dcptool.checkpoint.fill import RecordCheck
@@ -98,6 +99,7 @@ class TensorReader:
         entry: the tensor.
         where: what a failure of a whole band is about.
         itemsize: bytes of an element in the output.
+        lost: what casting has lost so far.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class TensorReader:
         self._boxes = BoxReader(source, self.entry)
         self._checks: dict[int, RecordCheck] = {}
         self._lock = threading.Lock()
+        self.lost = NO_LOSS
 
     @property
     def itemsize(self) -> int:
@@ -144,7 +147,12 @@ class TensorReader:
         array = np.empty(sizes, stored)
         self._assemble(band.box, array)
         with np.errstate(over="ignore", invalid="ignore"):
-            np.copyto(np.frombuffer(out, np.uint8).view(wanted).reshape(sizes), array, "unsafe")  # no third array
+            cast = np.frombuffer(out, np.uint8).view(wanted).reshape(sizes)
+            np.copyto(cast, array, "unsafe")  # no third array
+        lost = loss_of_cast(array, cast, self.entry.dtype, self._dtype)
+        if any(lost):
+            with self._lock:
+                self.lost = self.lost.plus(lost)
 
     def checks(self) -> list[tuple[int, RecordCheck]]:
         """Return for each chunk that was read its index and what was seen of its record."""

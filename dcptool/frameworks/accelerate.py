@@ -38,4 +38,5 @@ ACCELERATE = Profile(
     places=places_with_shards,
     counter=r"checkpoint_\d+",
     progress=Value("scheduler.bin", ("last_epoch",)),
+    taken=(r".*", "takes every folder there for a step, by the numbers in its name (load_state, total_limit)"),
 )

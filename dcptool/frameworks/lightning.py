@@ -24,4 +24,5 @@ LIGHTNING = Profile(
     ("optimizer_0",),
     last_written="meta.pt",
     best=Value("meta.pt", ("callbacks", "*", "best_model_path")),
+    taken=(r"last.*\.ckpt", 'takes the newest last*.ckpt for its last step (ckpt_path="last")'),
 )

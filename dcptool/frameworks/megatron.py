@@ -33,6 +33,7 @@ _EXTRAS = (
     Extra(r"tokenizer/.*", "the tokenizer"),
     Extra(r"mp_rank_\d+(_\d+)*/train_dataloader_dprank\d+\.pt", "the data loader", Follow.PER_RANK),
 )
+_TAKEN = (r"iter_.*", "takes every iter_* for a step when it deletes old ones, and stops at a name that is no number")
 _of_bridge = any_of(r"train_state\.pt|run_config\.yaml")
 
 MEGATRON = Profile(
@@ -43,6 +44,7 @@ MEGATRON = Profile(
     ("optimizer",),
     _EXTRAS,
     last_written="metadata.json",
+    taken=_TAKEN,
 )
 
 MEGATRON_BRIDGE = Profile(
@@ -57,6 +59,7 @@ MEGATRON_BRIDGE = Profile(
     ("optimizer",),
     _EXTRAS,
     last_written="run_config.yaml",
+    taken=_TAKEN,
 )
 
 _RANK_FILE = re.compile(r"mp_rank_(\d\d(?:_\d{3}){0,2})/(?:model_optim_rng|distrib_optim)\.pt")

@@ -23,4 +23,5 @@ NEMO = Profile(
     ),
     ("optimizer",),
     (Extra(r"context/.*", "the model's configuration and tokenizer"),),
+    taken=(r".*(end|last)", "takes what ends in -last or -end for its newest step"),
 )

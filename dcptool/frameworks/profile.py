@@ -18,6 +18,8 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.frameworks.values import MAX_RANKS
 
 RANK = "{rank}"
+MAX_DIGITS = 8
+"""No rank has a longer number."""
 _PLACE = re.compile(r"\{(\w+)\}")
 Places = Mapping[str, Sequence[str]]
 """What the words in braces of a file's name may be: `rank` → "0", "1", …"""
@@ -125,6 +127,17 @@ class Needed(NamedTuple):
         """Tell whether nothing at all of it is there."""
         return not any(step.has(name) for form in self.names for name in expanded(form, places))
 
+    def rank_of(self, name: str) -> int | None:
+        """Return whose a file is, of which each rank has one; None for one of no rank."""
+        found = (pattern_of(form).fullmatch(name) for form in self.names if RANK in form)
+        return next((int(match[1]) for match in found if match and len(match[1]) < MAX_DIGITS), None)
+
+    def of_first_rank(self) -> tuple[str, str] | None:
+        """Return the names of rank 0's file beside others and where there is no other rank; None if they are one."""
+        several = [form for form in self.names if RANK in form]
+        alone = [form for form in self.names if RANK not in form and self.rank_of(form) is None]
+        return (several[0].replace(RANK, "0"), alone[0]) if several and alone else None
+
     def matches(self, name: str) -> bool:
         """Tell whether a file is, or is one of, this."""
         return any(pattern_of(form).fullmatch(name) for form in self.names)
@@ -157,6 +170,7 @@ class Profile(NamedTuple):
         best: where a step keeps the path of the best one so far; None where none does.
         counter: pattern of names whose number counts saves, and begins anew when a job goes on.
         progress: what tells the order of such steps, as it only grows.
+        taken: pattern of names in a run directory that it takes for steps of its own, and what it does; None: none.
     """
 
     name: str
@@ -170,6 +184,7 @@ class Profile(NamedTuple):
     best: Value | None = None
     counter: str = ""
     progress: Value | None = None
+    taken: tuple[str, str] | None = None
 
     def holds(self, name: str) -> str:
         """Return what a file of the step holds; "" for one that is not known."""
@@ -183,6 +198,20 @@ class Profile(NamedTuple):
         known = [needed.follows(form) for needed, form in forms]
         known += [extra.follows for extra in self.extras if re.fullmatch(extra.pattern, name)]
         return known[0] if known else None
+
+    def rank_of(self, name: str) -> int | None:
+        """Return whose a file is, of which each rank has one: by the last number in the name of a further file."""
+        known = (rank for needed in self.needed if (rank := needed.rank_of(name)) is not None)
+        extra = next((extra for extra in self.extras if re.fullmatch(extra.pattern, name)), None)
+        last = re.findall(r"\d+", name)[-1:] if extra and extra.follows is Follow.PER_RANK else []
+        return next(known, int(last[0]) if last and len(last[0]) < MAX_DIGITS else None)
+
+    def name_with(self, n_ranks: int, name: str) -> str:
+        """Return the name that a file has in a step of so many ranks: some trainers give it another if there is one."""
+        for pair in filter(None, (needed.of_first_rank() for needed in self.needed)):
+            if name in pair:
+                return pair[0] if n_ranks > 1 else pair[1]
+        return name
 
     def needs(self, name: str) -> bool:
         """Tell whether a file is one that each step has, or each that can be resumed from."""
@@ -251,7 +280,7 @@ def pattern_of(form: str) -> re.Pattern[str]:
 
 
 def _stands_for(word: str) -> str:
-    return r"\d+" if word == "rank" else ".*"
+    return r"(\d+)" if word == "rank" else ".*"
 
 
 def any_of(*patterns: str) -> Callable[[Collection[str]], bool]:

@@ -16,4 +16,5 @@ TORCHTITAN = Profile(
     "torchtitan 0.3.0, components/checkpointer/base.py and dcp.py",
     _recognises,
     groups=("optimizer", "lr_scheduler", "train_state"),
+    taken=(r".*step-\d+.*", "takes every step-N in a name for its step N, to resume from and to delete"),
 )

@@ -74,4 +74,5 @@ TRAINER = Profile(
     places=places_with_shards,
     last_written="trainer_state.json",
     best=BEST,
+    taken=(r"checkpoint-.*", "counts every checkpoint-* when it deletes old ones (save_total_limit)"),
 )

@@ -15,14 +15,14 @@ from dcptool.checks.copies import apart_notes
 from dcptool.copying.outputs import OutputFile
 from dcptool.copying.pool import Pool
 from dcptool.copying.publishing import Target, leftovers
-from dcptool.errors import ItemError, StorageError, UnsafePickleError, UnsupportedError
+from dcptool.errors import ItemError, LayoutError, StorageError, UnsafePickleError, UnsupportedError
+from dcptool.formats.dcp.format import rank_name
 from dcptool.formats.detect import open_checkpoint
 from dcptool.ops.diff.objects import compare_objects
 from dcptool.ops.diff.results import DiffOptions
 from dcptool.ops.diff.sides import Access
 from dcptool.ops.diff.values import ValueComparison
-from dcptool.ops.inspect.notes import side_files
-from dcptool.storage import is_url, join
+from dcptool.storage import is_url, join, locate
 from dcptool.words import cut_lines, listed
 
 MAX_LISTED = 20
@@ -138,6 +138,28 @@ def require_safe(checkpoint: Checkpoint, selection: Selection) -> None:
         )
 
 
+def of_rank(path: str, rank: int | None) -> str:
+    """Return the path that opens a checkpoint as one rank saved it, of those in which each kept metadata of its own.
+
+    Args:
+        path: of the checkpoint.
+        rank: which; None for all of them together, as it is.
+
+    Raises:
+        LayoutError: it has no metadata of that rank.
+        CheckpointNotFoundError, StorageError: nothing is there, or it cannot be looked at.
+    """
+    if rank is None:
+        return path
+    location = locate(path)
+    if location.file is not None or location.storage.size(rank_name(rank)) is None:
+        raise LayoutError(
+            f"--rank {rank}: {path} has no {rank_name(rank)}",
+            next_step="Only saves with use_collectives=False have metadata of each rank; leave --rank out.",
+        )
+    return join(path.rstrip("/"), rank_name(rank))
+
+
 def require_unchanged(checkpoint: Checkpoint) -> None:
     """Refuse a source that somebody wrote to while it was read: half of it may be of another save.
 
@@ -151,13 +173,19 @@ def require_unchanged(checkpoint: Checkpoint) -> None:
         raise StorageError(message, next_step="Somebody saves there: run this again when that is done.")
 
 
-def require_same(place: Target, files: Sequence[OutputFile], selection: Selection) -> None:
+def require_same(place: Target, files: Sequence[OutputFile], selection: Selection, part: str = "") -> None:
     """Open what was written: its shapes, dtypes and lengths must be what was meant, and nothing of it missing or wrong.
+
+    Args:
+        place: where it is.
+        files: that were written.
+        selection: what is in them.
+        part: where the checkpoint is below the place.
 
     Raises:
         ItemError: they are not.
     """
-    written = open_checkpoint(place.written)
+    written = open_checkpoint(join(place.written, part) if part else place.written)
     meant = Counter((tensor.dtype, tensor.entry.shape) for tensor in selection.tensors)
     found = Counter((entry.dtype, entry.shape) for entry in written.tensors.values())
     different = [file.name for file in place.named(files) if place.storage.size(file.name) != file.nbytes]
@@ -194,7 +222,7 @@ def require_equal(source: Checkpoint, written: Checkpoint, selection: Selection,
 
 
 def source_notes(checkpoint: Checkpoint, selection: Selection, unproven: Collection[str] = ()) -> list[str]:
-    """Say what of a source is not in the output, and what of it could not be checked.
+    """Say of which entries of a source there are several, and what of it could not be checked.
 
     Args:
         checkpoint: the source.
@@ -202,9 +230,6 @@ def source_notes(checkpoint: Checkpoint, selection: Selection, unproven: Collect
         unproven: fqns of tensors that are stored without checksums.
     """
     told = []
-    beside = side_files(checkpoint)
-    if beside:
-        told.append(f"not part of the output, copy it if it is needed: {', '.join(beside)}")
     names = {item.entry.fqn: item.name for item in selection.in_order}
     told += apart_notes(checkpoint, names)
     doubled = next((one for one in checkpoint.problems if one.kind == "duplicate-name" and one.fqn in names), None)

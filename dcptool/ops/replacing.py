@@ -1,4 +1,8 @@
-"""What --overwrite may replace: a file of the same format, or a folder that is one checkpoint and nothing else."""
+"""What --overwrite may replace: a file of the same format, or a folder that is one checkpoint and nothing else.
+
+What was carried into the folder belongs to it: a step that a marker of ours lists whole, and what describes a model
+beside its weights.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ import os
 from collections.abc import Callable, Mapping
 
 from dcptool.errors import OutputExistsError
+from dcptool.formats.marker import NAME, marked_as
 from dcptool.formats.table import beside
 from dcptool.formats.torch_save.format import is_legacy
-from dcptool.storage import is_url, locate, walk
+from dcptool.ops.following import describes, is_of_model
+from dcptool.storage import Storage, is_url, locate, walk
 from dcptool.words import listed, nbytes, plural
 
 MAX_LISTED = 5
@@ -31,7 +37,7 @@ def replaced(path: str, to: str) -> str:
     path = path.removeprefix("file://").rstrip("/")
     if is_url(path) or not os.path.lexists(path) or os.path.islink(path):
         return ""  # of a link only the link is replaced
-    what = _folder(path) if os.path.isdir(path) else _file(path, to)
+    what = _folder(path, to) if os.path.isdir(path) else _file(path, to)
     return f"--overwrite replaces what is at {path}: {what}" if what else ""
 
 
@@ -46,11 +52,16 @@ def _file(path: str, to: str) -> str:
     return f"a file of {nbytes(size)}"
 
 
-def _folder(path: str) -> str:
-    location = locate(path)
-    files = {entry.name: entry.nbytes for entry in walk(location.storage)}
-    folders = [f"{entry.name}/" for entry in location.storage.entries() if entry.is_dir]
-    others = [*beside(name for name in files if "/" not in name), *folders]
+def _folder(path: str, to: str) -> str:
+    storage = locate(path).storage
+    files = {entry.name: entry.nbytes for entry in walk(storage)}
+    ours = _listed_by_marker(storage)
+    others = [name for name in beside(files) if "/" not in name and name not in ours]
+    if to == "safetensors" and is_of_model(files):
+        others = [name for name in others if not describes(name)]
+    inside = {name.partition("/")[0] for name in files if "/" in name and name not in ours}
+    empty = {entry.name for entry in storage.entries() if entry.is_dir} - {name.partition("/")[0] for name in ours}
+    others += [f"{name}/" for name in inside | empty]
     if others:
         there = listed(sorted(others), MAX_LISTED)
         raise OutputExistsError(
@@ -58,6 +69,12 @@ def _folder(path: str) -> str:
             next_step="Name another place, or move away what is there.",
         )
     return f"{plural(len(files), 'file')}, {nbytes(sum(files.values()))}" if files else ""
+
+
+def _listed_by_marker(storage: Storage) -> set[str]:
+    """Return the files that `reshard` or `convert` wrote into a folder, as their marker lists them; none of others."""
+    marker = marked_as(storage)
+    return {NAME, *marker.files} if marker is not None and marker.writer in ("reshard", "convert") else set()
 
 
 def _is_torch(start: bytes) -> bool:

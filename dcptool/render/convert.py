@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
+from dcptool.checkpoint.casting import Loss
+from dcptool.checkpoint.families import grouped
 from dcptool.ops.convert.convert import Conversion
 from dcptool.render.findings import finding_json, finding_lines
 from dcptool.render.text import table
-from dcptool.words import are, listed, nbytes, plural, shown
+from dcptool.words import are, cut_lines, listed, nbytes, plural, shown
 
 SCHEMA = 1
 MAX_NAMED = 5
+MAX_LOST = 10
 
 
 def left_out_lines(conversion: Conversion) -> list[str]:
@@ -24,7 +28,22 @@ def left_out_lines(conversion: Conversion) -> list[str]:
         notes.append(f"note: {plural(len(conversion.skipped), 'object')} left out: {_named(conversion.skipped)}")
     if conversion.n_cast:
         notes.append(f"note: {plural(conversion.n_cast, 'tensor')} cast")
-    return notes
+    return notes + lost_lines(conversion.lost)
+
+
+def lost_lines(lost: Mapping[str, Loss]) -> list[str]:
+    """Return what casts made of values, a line for each of the first tensors, for stderr."""
+    if not lost:
+        return []
+    lines = [f"  {shown(fqn)}: {_lost(found)}" for fqn, found in lost.items()]
+    total = reduce(Loss.plus, lost.values())
+    head = f"warning: the cast lost values of {plural(len(lost), 'tensor')}: {_lost(total)}"
+    return [head, *cut_lines(lines, MAX_LOST, more=" tensors", indent="  ")]
+
+
+def _lost(found: Loss) -> str:
+    counts = zip(found, ("infinite", "zero", "subnormal"), strict=True)
+    return ", ".join(f"{count:,} became {what}" for count, what in counts if count)
 
 
 def conversion_line(conversion: Conversion) -> str:
@@ -38,7 +57,7 @@ def conversion_line(conversion: Conversion) -> str:
 
 
 def _named(fqns: Sequence[str]) -> str:
-    return listed(list(map(shown, fqns)), MAX_NAMED, counted=False)
+    return listed(list(map(shown, grouped(fqns))), MAX_NAMED, counted=False)
 
 
 def plan_text(conversion: Conversion) -> str:
@@ -56,4 +75,5 @@ def conversion_json(conversion: Conversion) -> dict[str, Any]:
     fields = conversion._asdict()
     fields["files"] = [{"name": name, "nbytes": size} for name, size in conversion.files]
     fields["corrupt"] = [finding_json(finding) for finding in conversion.corrupt]
+    fields["lost"] = [{"fqn": fqn, **found._asdict()} for fqn, found in conversion.lost.items()]
     return {"schema": SCHEMA, **fields}

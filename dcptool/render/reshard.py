@@ -45,7 +45,8 @@ def plan_text(done: Resharded) -> str:
 
 def resharded_json(done: Resharded) -> dict[str, Any]:
     """Return a reshard as plain data; the layout is documented in docs/json.md."""
-    return {"schema": SCHEMA, **done._asdict(), "nbytes_out": done.nbytes_out}
+    lost = [{"fqn": fqn, **found._asdict()} for fqn, found in done.lost.items()]
+    return {"schema": SCHEMA, **done._asdict(), "lost": lost, "nbytes_out": done.nbytes_out}
 
 
 def _counts(done: Resharded) -> str:

@@ -94,7 +94,7 @@ class TestLostRankMetadata:
             assert "leaves such entries out" not in done.stderr
             assert f"dcptool rescue {lost} --like STEP" in done.stderr
         dcptool.rescue(lost, RANK_LOCAL)
-        assert run("convert", "--to", "torch", lost, tmp_path / "out.pt").returncode == 0
+        assert run("convert", "--to", "torch", "--rank", "0", lost, tmp_path / "out.pt").returncode == 0
 
     def test_while_it_may_still_be_written(self, lost):
         os.utime(lost / "__1.metadata", (time.time(), time.time()))

@@ -92,7 +92,7 @@ def test_files_of_a_group_share_one_reading(source, monkeypatch, threads, band_n
     assert bytes(target.files["1"].data) == b"head" + upper + crcs[0] + b"tail"
     assert bytes(target.files["2"].data) == carried + lower + crcs[1] + crcs[2]
     assert {sink.state for sink in target.files.values()} == {"finished"}
-    assert report == (sum(file.nbytes for file in files), (), (), frozenset())
+    assert report == (sum(file.nbytes for file in files), (), (), frozenset(), {})
     assert source.source.nbytes == whole.nbytes + len(carried)
 
 

@@ -7,7 +7,7 @@ import pytest
 from dcptool.errors import UnsupportedError
 from dcptool.formats.output import OUTPUT_FORMATS, is_one_file
 from dcptool.formats.table import FORMATS
-from dcptool.ops.reshard.plan import default_target
+from dcptool.ops.reshard.source import default_target
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = [suffix for known in FORMATS for suffix in known.format.suffixes]

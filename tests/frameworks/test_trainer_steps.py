@@ -133,10 +133,13 @@ def test_a_step_being_saved_is_in_progress_until_its_last_files_are_there(step):
 
 def test_what_a_conversion_named_as_a_trainers_step_lacks_is_told(step, tmp_path):
     pytest.importorskip("torch")
-    done = dcptool.convert(FOREIGN / STEPS["Lightning"][0], tmp_path / "out" / "step=4.ckpt", "dcp")
-    verdict = verdict_on(done.path if hasattr(done, "path") else tmp_path / "out" / "step=4.ckpt")
-    assert (verdict.state, verdict.resumable) == (State.COMPLETE, False)
-    assert "meta.pt" in verdict.reason
+    for side_files in (False, True):
+        target = tmp_path / str(side_files) / "step=4.ckpt"
+        options = dcptool.ConvertOptions(side_files=side_files)
+        dcptool.convert(FOREIGN / STEPS["Lightning"][0], target, "dcp", options)
+        verdict = verdict_on(target)
+        assert (verdict.state, verdict.resumable) == (State.COMPLETE, side_files)
+        assert ("meta.pt" in verdict.reason) is not side_files
 
 
 def test_files_of_other_kinds_are_judged_as_far_as_they_tell(step):

@@ -73,7 +73,7 @@ def open_dcp(storage: Storage, files: Mapping[str, int], name: str = "") -> Chec
     source = DcpSource(storage)
     return Checkpoint(
         storage.root,
-        "",
+        name if own else "",
         DCP,
         flavour,
         (*more, *evidence),

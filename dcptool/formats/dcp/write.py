@@ -52,22 +52,66 @@ class Arrangement(NamedTuple):
 
 
 class DcpLayout(NamedTuple):
-    """A DCP directory: data files, then what makes it complete, in the order in which it is to be written."""
+    """A DCP directory, without a marker.
+
+    Attributes:
+        files: of data.
+        metadata: `.metadata`, which is to be written after them.
+        notes: worth knowing, one sentence each.
+        save_id: what `.metadata` calls this save.
+    """
 
     files: tuple[OutputFile, ...]
-    last: tuple[OutputFile, ...]
+    metadata: OutputFile
     notes: tuple[str, ...]
+    save_id: str
+
+    def below(self, folder: str) -> DcpLayout:
+        """Return it with all names as those of files in a folder."""
+        if not folder:
+            return self
+        files = tuple(file._replace(name=f"{folder}/{file.name}") for file in self.files)
+        return self._replace(files=files, metadata=self.metadata._replace(name=f"{folder}/{self.metadata.name}"))
 
 
 def lay_out(checkpoint: Checkpoint, selection: Selection, wanted: Wanted) -> LaidOut:
-    """Lay out a selection in a folder; errors as of `lay_out_dcp`."""
+    """Lay out a selection in a folder, with a marker; errors as of `lay_out_dcp`."""
     empty: set[str] = set()
     if checkpoint.format.holds_empty_dicts:
         empty = {item.entry.fqn for item in selection.objects if checkpoint.value(item.entry.fqn) == {}}
     notes = [f"{len(empty)} empty dicts are left out, as torch does"] if empty else []
     kept = selection._replace(in_order=tuple(item for item in selection.in_order if item.entry.fqn not in empty))
     found = lay_out_dcp(checkpoint, kept, wanted.path)
-    return LaidOut(found.files, False, len(kept.objects), (), (*notes, *found.notes), last=found.last)
+    last = (found.metadata, marker_of(wanted.path, "convert", [found], wanted.beside))
+    return LaidOut(found.files, False, len(kept.objects), (), (*notes, *found.notes), last=last)
+
+
+def marker_of(path: str, writer: str, parts: Sequence[DcpLayout], beside: Mapping[str, int]) -> OutputFile:
+    """Lay out the marker of a folder, the last file that is written there.
+
+    Args:
+        path: where the folder will be.
+        writer: what the marker names.
+        parts: the DCP directories in it, named as they are there.
+        beside: bytes of every other file, by name.
+    """
+    files = [file for part in parts for file in (*part.files, part.metadata)]
+    ranks = [rank for file in files if (rank := data_file_rank(file.name)) is not None]
+    marker = Marker(
+        NAME,
+        writer,
+        step_number(path.rstrip("/").rpartition("/")[2]),
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        max(ranks, default=0) + 1,
+        save_id=next((part.save_id for part in parts), None),
+        metadata_sha256={part.metadata.name: _sha256(part.metadata) for part in parts},
+        files={**{file.name: file.nbytes for file in files}, **beside},
+    ).document()
+    return OutputFile(NAME, len(marker), [Literal(marker)])
+
+
+def _sha256(file: OutputFile) -> str:
+    return hashlib.sha256(b"".join(part.data for part in file.parts if isinstance(part, Literal))).hexdigest()
 
 
 @collector_paused()
@@ -75,7 +119,6 @@ def lay_out_dcp(
     checkpoint: Checkpoint,
     selection: Selection,
     path: str,
-    writer: str = "convert",
     arrangement: Arrangement | None = None,
 ) -> DcpLayout:
     """Lay out a selection.
@@ -84,7 +127,6 @@ def lay_out_dcp(
         checkpoint: the source.
         selection: what goes in; its order is that of `planner_data`.
         path: where it will be, which `.metadata` records.
-        writer: what the marker names.
         arrangement: of the files; None to keep that of a DCP source, and to put all into one file for others.
 
     Raises:
@@ -97,25 +139,11 @@ def lay_out_dcp(
     places = [place for file in files if isinstance(file.parts, _Zips) for place in file.parts.places(file.name)]
     save_id = str(uuid.uuid4())
     metadata = emit(_metadata(checkpoint, selection, arrangement.boxes, places, path, save_id), 4)
-    ranks = [rank for file in files if (rank := data_file_rank(file.name)) is not None]
-    marker = Marker(
-        NAME,
-        writer,
-        step_number(path.rstrip("/").rpartition("/")[2]),
-        datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        max(ranks, default=0) + 1,
-        save_id=save_id,
-        metadata_sha256={METADATA: hashlib.sha256(metadata).hexdigest()},
-        files={**{file.name: file.nbytes for file in files}, METADATA: len(metadata)},
-    ).document()
-    last = (
-        OutputFile(METADATA, len(metadata), [Literal(metadata)]),
-        OutputFile(NAME, len(marker), [Literal(marker)]),
-    )
     notes = (
         [f"{_PLANS} of the source's metadata is left out: it describes that save"] if _PLANS in checkpoint.extra else []
     )
-    return DcpLayout(tuple(files), last, tuple(notes))
+    written = OutputFile(METADATA, len(metadata), [Literal(metadata)])
+    return DcpLayout(tuple(files), written, tuple(notes), save_id)
 
 
 def data_files(checkpoint: Checkpoint, selection: Selection, arrangement: Arrangement) -> list[OutputFile]:

@@ -168,10 +168,9 @@ def _open_all(path: str) -> None:
 
     if "://" in path:
         return
-    names = [path] if os.path.isfile(path) else [os.path.join(path, name) for name in sorted(os.listdir(path))]
+    inside = [] if os.path.isfile(path) else [name for name in sorted(os.listdir(path)) if name.endswith(SUFFIX)]
+    names = [os.path.join(path, name) for name in inside] or [path]  # a file has a temporary name
     for name in names:
-        if name.endswith((".json", ".pt")):
-            continue
         try:
             with safe_open(name, framework="np") as opened:
                 for key in opened.keys():  # noqa: SIM118

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from collections.abc import Container, Iterator, Mapping
 from functools import cached_property
 from typing import Any
@@ -43,6 +44,9 @@ _OF_TORCH = {"data.pkl", "byteorder", "version", ".format_version", ".storage_al
 """Records of torch's own, but for storages."""
 
 Path = tuple[str | int, ...]
+
+_SHARDED_OBJECT = re.compile(r".+/shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*")
+"""Source: megatron-core 0.16.1, dist_checkpointing/mapping.py, ShardedObject.unique_key."""
 
 
 class TorchSaveSource:
@@ -291,7 +295,8 @@ def _key(key: Any) -> str:
 def _leaves(root: Any) -> Iterator[tuple[Path, Any]]:
     """Yield (path, value) of everything torch would not look into further.
 
-    Dicts are always entered, lists only if they hold a tensor, a dict or such a list; tuples never. An empty dict
+    Dicts are always entered, lists only if they hold a tensor, a dict or such a list; tuples never, nor what Megatron
+    saves as an object. An empty dict
     is a leaf here: torch drops it when it flattens, but a reader wants to know of it.
     """
     entered: dict[int, bool] = {}
@@ -299,17 +304,22 @@ def _leaves(root: Any) -> Iterator[tuple[Path, Any]]:
     def walk(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         if len(path) > MAX_DEPTH:
             raise MetadataError(f"its dicts and lists are nested more than {MAX_DEPTH} deep")
-        mapping = _mapping(value)
+        mapping = None if _is_object(path) else _mapping(value)
         if mapping:
             for key, part in mapping.items():
                 yield from walk(part, (*path, _key(key)))
-        elif isinstance(value, list) and value and (not path or _is_entered(value, entered)):
+        elif isinstance(value, list) and value and (not path or _is_entered(value, entered)) and not _is_object(path):
             for index, part in enumerate(value):
                 yield from walk(part, (*path, index))
         else:
             yield path, value
 
     return walk(root, ())
+
+
+def _is_object(path: Path) -> bool:
+    """Tell whether what is at a path is one of Megatron's sharded objects, which DCP keeps whole whatever is in it."""
+    return bool(path) and isinstance(path[-1], str) and _SHARDED_OBJECT.fullmatch(path[-1]) is not None
 
 
 def _is_entered(value: list[Any], known: dict[int, bool], depth: int = 0) -> bool:

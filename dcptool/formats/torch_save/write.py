@@ -9,7 +9,7 @@ from typing import Any
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.selection import Path, SelectedObject, SelectedTensor, Selection
-from dcptool.copying.outputs import Fill, LaidOut, Literal, OutputFile, Verbatim, Wanted
+from dcptool.copying.outputs import Fill, LaidOut, Literal, Merged, OutputFile, Verbatim, Wanted
 from dcptool.errors import LayoutError
 from dcptool.formats.torch_save.graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
 from dcptool.formats.torch_save.zip_write import NewMember, lay_out_zip
@@ -23,11 +23,14 @@ def lay_out(checkpoint: Checkpoint, selection: Selection, wanted: Wanted) -> Lai
     """Lay out a selection in one file; errors as of `one_file`."""
     is_flat = all(item.path is None for item in selection.in_order)
     notes = ("the source records no nesting: names are kept flat",) if is_flat and wanted.nesting == "auto" else ()
-    file = one_file(checkpoint, wanted.path.rpartition("/")[2], selection, wanted.nesting == "flat")
+    name = wanted.path.rpartition("/")[2]
+    file = one_file(checkpoint, name, selection, wanted.nesting == "flat", wanted.merged)
     return LaidOut((file,), True, len(selection.objects), (), notes)
 
 
-def one_file(checkpoint: Checkpoint, name: str, selection: Selection, flat: bool) -> OutputFile:
+def one_file(
+    checkpoint: Checkpoint, name: str, selection: Selection, flat: bool, merged: Merged | None = None
+) -> OutputFile:
     """Lay out the file.
 
     Args:
@@ -35,6 +38,7 @@ def one_file(checkpoint: Checkpoint, name: str, selection: Selection, flat: bool
         name: of the file.
         selection: what goes in; nested by path unless `flat`.
         flat: one dict of names.
+        merged: what stands beside it at the top.
 
     Raises:
         LayoutError: two paths cannot be nested into one structure.
@@ -58,6 +62,8 @@ def one_file(checkpoint: Checkpoint, name: str, selection: Selection, flat: bool
         n_filled += _set(root, path or (item.name,), value, item.name)
         if n_filled > MAX_LIST:
             raise LayoutError(f"{item.name!r}: lists would be mostly empty; --nesting flat keeps flat names")
+    if merged and isinstance(root, dict):
+        root.update(rekey(ObjectGraph(merged.root, dict(merged.storages)), keys))
     streamed: dict[str, Fill | Verbatim] = {key: Verbatim(record) for key, record in keys.records.items()}
     streamed |= dict(fills)
     members = [NewMember("data.pkl", Literal(emit(root, 2)))]

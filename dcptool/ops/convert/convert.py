@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
+from dcptool.checkpoint.casting import Loss
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import ObjectEntry
 from dcptool.checkpoint.extents import Extent, place_words
@@ -14,17 +16,23 @@ from dcptool.checkpoint.findings import Finding, errors
 from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.checks.check import Level, check
-from dcptool.copying.engine import copy, memory_nbytes
+from dcptool.checks.copies import require_one_rank
+from dcptool.copying.engine import CopyReport, copy, memory_nbytes
 from dcptool.copying.outputs import LaidOut, OutputFile, Wanted
 from dcptool.copying.pool import default_threads
 from dcptool.copying.publishing import prepare, require_place
 from dcptool.errors import ItemError
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.formats.output import is_one_file, lay_out
+from dcptool.ops.carrying import carry, require_same_bytes, require_whole
+from dcptool.ops.convert.beside import files_beside, own_step
+from dcptool.ops.convert.lightning import META, Consolidated, consolidated, is_whole
+from dcptool.ops.following import Carried, Following, FoundStep
 from dcptool.ops.guards import (
     LEAVES_OUT,
     damaged,
     leftover_notes,
+    of_rank,
     require_equal,
     require_no_part,
     require_safe,
@@ -52,6 +60,10 @@ class ConvertOptions(NamedTuple):
         skip_corrupt: leave out tensors that are damaged, after checking everything.
         also: further folders that hold files of the source.
         trust: take also what runs code when it is loaded.
+        side_files: carry what belongs to a folder: a model's configuration and tokenizer, from DCP to DCP all that its
+            trainer loads.
+        rank: of a checkpoint in which each rank kept metadata of its own, the one whose values are taken where they
+            differ; None refuses them.
     """
 
     keys: tuple[str, ...] = ()
@@ -66,6 +78,8 @@ class ConvertOptions(NamedTuple):
     skip_corrupt: bool = False
     also: tuple[str, ...] = ()
     trust: bool = False
+    side_files: bool = True
+    rank: int | None = None
 
 
 DEFAULTS = ConvertOptions()
@@ -86,6 +100,8 @@ class Conversion(NamedTuple):
         memory_nbytes: of the buffers it needs at most, besides what opening the source needs.
         notes: worth knowing, one sentence each.
         published: whether it was written.
+        carried: names of the files beside the checkpoint that go with it; they are among the files.
+        lost: what casts lost, by fqn: how many values became infinite, zero or subnormal.
     """
 
     path: str
@@ -101,6 +117,8 @@ class Conversion(NamedTuple):
     memory_nbytes: int
     notes: tuple[str, ...]
     published: bool
+    carried: tuple[str, ...] = ()
+    lost: Mapping[str, Loss] = MappingProxyType({})
 
 
 def convert(
@@ -138,13 +156,14 @@ def convert(
     """
     began = time.perf_counter()
     plan = _plan(source, os.fspath(target), to, options)
-    unproven: Collection[str] = ()
+    report = CopyReport(0, ())
     if dry_run:
         require_place(plan.path, plan.output.is_file, plan.nbytes, options.overwrite, plan.sources)
     else:
-        unproven = _write(plan, options, progress)
+        report = _write(plan, options, progress)
     found = found_below(source, plan.checkpoint)
-    return _told(plan, options, (*found, *_notes(plan, options, unproven)), time.perf_counter() - began, not dry_run)
+    notes = (*found, *_notes(plan, options, report.unproven))
+    return _told(plan, options, notes, report.lost, time.perf_counter() - began, not dry_run)
 
 
 class _ConvertPlan(NamedTuple):
@@ -160,6 +179,7 @@ class _ConvertPlan(NamedTuple):
     corrupt: tuple[Finding, ...]
     output: LaidOut
     replaces: str
+    following: Following
 
     @property
     def files(self) -> tuple[OutputFile, ...]:
@@ -169,14 +189,15 @@ class _ConvertPlan(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        return sum(file.nbytes for file in self.files)
+        return sum(file.nbytes for file in self.files) + self.following.nbytes
 
 
 def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOptions) -> _ConvertPlan:
     """Open the source, see that it is sound and that output can go where it shall, and lay that out."""
-    checkpoint = open_checkpoint(source, options.also)
+    checkpoint = open_checkpoint(of_rank(os.fspath(source), options.rank), options.also)
     sources = (checkpoint.path, *options.also)
-    require_place(path, is_one_file(to, path), 0, options.overwrite, sources)  # before all is checked, which takes time
+    is_file = is_one_file(to, path)
+    require_place(path, is_file, 0, options.overwrite, sources)  # before all is checked, which takes time
     require_no_part(path, checkpoint, "source")
     replaces = replaced(path, to) if options.overwrite else ""
     corrupt = _corrupt(checkpoint, options)
@@ -189,15 +210,38 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     require_sound(
         checkpoint, selection, options.keys, options.exclude, skip_corrupt=skip, trust=options.trust, hint=hint
     )
-    wanted = Wanted(path, options.objects, options.nesting, options.max_shard_nbytes)
+    require_one_rank(checkpoint, {item.entry.fqn for item in selection.in_order})
+    own = own_step(checkpoint)
+    whole = _consolidated(checkpoint, selection, own, to, options)
+    if whole and own:
+        selection, own = whole.selection, own.without(META)
+    following = files_beside(checkpoint, own, to, is_file, options.side_files, options.renaming.dtype)
+    require_whole(following, options.trust, options.threads)
+    if whole:
+        following = following._replace(notes=(whole.note, *following.notes))
+    merged = whole.merged if whole else None
+    wanted = Wanted(path, options.objects, options.nesting, options.max_shard_nbytes, following.sizes, merged)
     output = lay_out(checkpoint, selection, to, wanted)
     if not options.trust:
         require_safe(checkpoint, selection.without_objects() if output.skipped else selection)
-    return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output, replaces)
+    return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output, replaces, following)
 
 
-def _write(plan: _ConvertPlan, options: ConvertOptions, progress: Progress | None) -> Collection[str]:
-    """Copy, look at the result, and give it its name; return the fqns of tensors that are stored without checksums."""
+def _consolidated(
+    checkpoint: Checkpoint, selection: Selection, own: FoundStep | None, to: str, options: ConvertOptions
+) -> Consolidated | None:
+    """Return what Lightning makes of all of a step of its own in one file; None of anything else, or a part of it."""
+    renamed = options.renaming._replace(dtype=None) != AS_IS
+    part = options.keys or options.exclude or renamed or options.nesting == "flat" or not options.side_files
+    if to != "torch" or own is None or part or options.objects == "skip" or not is_whole(own):
+        return None
+    meta = Carried(META, META, own.listing[META])
+    require_whole(Following(checkpoint.storage, (meta,)), options.trust, options.threads)
+    return consolidated(checkpoint, selection, own)
+
+
+def _write(plan: _ConvertPlan, options: ConvertOptions, progress: Progress | None) -> CopyReport:
+    """Copy, look at the result, and give it its name."""
     checkpoint, output = plan.checkpoint, plan.output
     threads = options.threads or default_threads()
     with prepare(plan.path, output.is_file, plan.nbytes, options.overwrite, checkpoint.path) as place:
@@ -205,24 +249,32 @@ def _write(plan: _ConvertPlan, options: ConvertOptions, progress: Progress | Non
         require_unchanged(checkpoint)
         if report.failures:
             raise ItemError(damaged(checkpoint, report.failures, LEAVES_OUT))
+        place.note(plan.following.sizes)
+        carry(plan.following, plan.following.carried, place.storage, progress)
         for file in output.last:
             copy(checkpoint, [place.named([file])], place.storage, 1, progress)
         output.validate(place.written)
         require_same(place, output.files, plan.selection)
         if options.check:
             require_equal(checkpoint, open_checkpoint(place.written), plan.selection, threads)
+            require_same_bytes(plan.following, place.storage)
         place.publish(options.overwrite)
-    return report.unproven
+    return report
 
 
 def _told(
-    plan: _ConvertPlan, options: ConvertOptions, notes: tuple[str, ...], seconds: float, published: bool
+    plan: _ConvertPlan,
+    options: ConvertOptions,
+    notes: tuple[str, ...],
+    lost: Mapping[str, Loss],
+    seconds: float,
+    published: bool,
 ) -> Conversion:
     """Return what was written, or would be."""
     tensors = plan.selection.tensors
     return Conversion(
         plan.path,
-        tuple((file.name, file.nbytes) for file in plan.files),
+        (*((file.name, file.nbytes) for file in plan.files), *plan.following.sizes.items()),
         len(tensors),
         plan.output.n_objects,
         sum(tensor.entry.nbytes for tensor in tensors),
@@ -234,6 +286,8 @@ def _told(
         memory_nbytes(len(plan.output.files), options.threads or default_threads()),
         notes,
         published,
+        tuple(plan.following.sizes),
+        dict(sorted(lost.items())),
     )
 
 
@@ -244,6 +298,7 @@ def _notes(plan: _ConvertPlan, options: ConvertOptions, unproven: Collection[str
         *([unchecked] if options.check and plan.selection.n_cast else []),
         *plan.selection.notes,
         *plan.output.notes,
+        *plan.following.notes,
         *source_notes(plan.checkpoint, plan.selection, unproven),
         *leftover_notes(plan.path),
     )

@@ -10,25 +10,27 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from dcptool.checkpoint.casting import NO_LOSS, Loss
+from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import Box
-from dcptool.checkpoint.selection import select
+from dcptool.checkpoint.selection import Selection, select
 from dcptool.copying.checking import settle
 from dcptool.copying.engine import CopyReport, copy
+from dcptool.copying.outputs import OutputFile
 from dcptool.copying.publishing import Target, prepare, require_place
 from dcptool.errors import ItemError, WorkerError
-from dcptool.formats.dcp.format import METADATA
 from dcptool.formats.dcp.write import Arrangement, data_files
-from dcptool.formats.detect import open_checkpoint
-from dcptool.formats.marker import NAME
+from dcptool.formats.detect import open_checkpoint, open_part
 from dcptool.groups.audience import Audience, NotedStorage
 from dcptool.groups.group import ProcessGroup
 from dcptool.groups.sharing import Contribution, agree, blocks, contribute, require_going, values_of
+from dcptool.ops.carrying import carry, require_same_bytes
 from dcptool.ops.guards import ANOTHER_STEP, damaged, require_equal, require_same, require_unchanged
 from dcptool.ops.replacing import replaced
-from dcptool.ops.reshard.plan import Plan, ReshardOptions, make_plan
+from dcptool.ops.reshard.plan import PartPlan, Plan, ReshardOptions, make_plan, options_of_part
 from dcptool.ops.reshard.result import Resharded, summarize_plan
-from dcptool.storage import Creator, LocalStorage, is_url, storage_at
+from dcptool.storage import Creator, LocalStorage, is_url, join, locate, storage_at
 
 OPEN_FILES = 128
 """Files a process writes side by side; each gathers small writes in memory."""
@@ -36,12 +38,15 @@ OPEN_OBJECTS = 4
 """The same in an object store, whose clients hold a part of some MiB of each."""
 
 
-class _Orders(NamedTuple):
-    """What rank 0 tells the others: what to read, where to write, and the files of each."""
+_Files = dict[str, list[tuple[str, Box | None]]]
 
-    source: str
+
+class _Orders(NamedTuple):
+    """What rank 0 tells the others: what to read, where to write, and of each part the files of each member."""
+
+    opens: tuple[str, str]
     target: str
-    files: list[dict[str, list[tuple[str, Box | None]]]]
+    parts: dict[str, list[_Files]]
 
 
 def reshard_member(
@@ -89,26 +94,29 @@ class _Coordinator:
         """Plan, and make the place, which goes again with the stack if anything fails."""
         options = self._options
         plan = self.plan = make_plan(source, target, options)
-        require_place(plan.target, False, plan.nbytes, options.overwrite, read_paths(plan.source.path, options))
+        require_place(plan.target, False, plan.nbytes, options.overwrite, read_paths(plan.source, options))
         self._replaces = replaced(plan.target, "dcp") if options.overwrite else ""
-        self.place = self._stack.enter_context(
-            prepare(plan.target, False, plan.nbytes, options.overwrite, plan.source.path)
-        )
+        self.place = self._stack.enter_context(prepare(plan.target, False, plan.nbytes, options.overwrite, plan.source))
         self._stack.push(lambda kind, *_: self._group.halt() if kind else None)
-        self._audience.writing(self.place.written, (NAME, METADATA))
-        return _Orders(plan.source.path, self.place.written, _files_of_members(plan, self._group.size))
+        self._audience.writing(self.place.written, tuple(reversed([file.name for file in plan.last])))
+        files = {part.name: _files_of_members(part, self._group.size) for part in plan.parts}
+        return _Orders(plan.opens, self.place.written, files)
 
-    def finish(self, written: Sequence[Contribution[CopyReport]], began: float) -> Resharded:
+    def finish(self, written: Sequence[Contribution[list[CopyReport]]], began: float) -> Resharded:
         """Look at what all have written, and complete it."""
         for one in written:
             self.place.note(one.made)
         reports = values_of(written)
-        _require_proven(self.plan, reports, self._options)
+        for index, part in enumerate(self.plan.parts):
+            _require_proven(part, [of_member[index] for of_member in reports], self._options)
         _seal(self.plan, self.place, self._options, self._audience)
         self._audience.published()
-        unproven = {fqn for report in reports for fqn in report.unproven}
+        unproven = {fqn for of_member in reports for report in of_member for fqn in report.unproven}
+        lost: dict[str, Loss] = {}
+        for fqn, found in (pair for of_member in reports for report in of_member for pair in report.lost.items()):
+            lost[fqn] = lost.get(fqn, NO_LOSS).plus(found)
         seconds = time.perf_counter() - began
-        return summarize_plan(self.plan, self._options, self._group.size, seconds, True, self._replaces, unproven)
+        return summarize_plan(self.plan, self._options, self._group.size, seconds, True, self._replaces, unproven, lost)
 
 
 def read_paths(source: str, options: ReshardOptions) -> tuple[str, ...]:
@@ -116,31 +124,48 @@ def read_paths(source: str, options: ReshardOptions) -> tuple[str, ...]:
     return (source, *options.also, *([options.like] if options.like is not None else []))
 
 
-def _files_of_members(plan: Plan, n_members: int) -> list[dict[str, list[tuple[str, Box | None]]]]:
+def _files_of_members(part: PartPlan, n_members: int) -> list[_Files]:
     """Give each member the files of a contiguous block of ranks."""
-    files = plan.arrangement.files
+    files = part.arrangement.files
     return [{name: list(files[name]) for name in block} for block in blocks(list(files), n_members)]
 
 
 def _write(
     group: ProcessGroup, orders: _Orders, plan: Plan | None, options: ReshardOptions, audience: Audience
-) -> CopyReport:
-    """Write this member's files."""
+) -> list[CopyReport]:
+    """Write this member's files of each part; rank 0 also those that follow as they are."""
 
     def told(nbytes: int) -> None:
         require_going(group)
         audience.progress(nbytes)
 
+    planned = {part.name: (part.source, part.selection) for part in plan.parts} if plan else {}
+    reports = []
     try:
-        source = plan.source if plan else open_checkpoint(orders.source, options.also)
-        selection = plan.selection if plan else select(source, options.keys, options.exclude)
-        files = data_files(source, selection, Arrangement(orders.files[group.rank], {}))
         storage, step = _storage(orders.target, audience)
-        side_by_side = [files[start : start + step] for start in range(0, len(files), step)]
-        return copy(source, side_by_side, storage, options.threads or 1, told, shared=True)
+        for name, members in orders.parts.items():
+            source, selection = planned.get(name) or _opened(orders.opens, name, options)
+            files = data_files(source, selection, Arrangement(members[group.rank], {}))
+            named = [file._replace(name=join(name, file.name) if name else file.name) for file in files]
+            side_by_side = [named[start : start + step] for start in range(0, len(named), step)]
+            reports.append(copy(source, side_by_side, storage, options.threads or 1, told, shared=True))
+        if plan:
+            following = plan.following
+            carry(following, [file for file in following.carried if file.name != following.last], storage, told)
+        return reports
     except MemoryError:
         memory = f"rank {group.rank} of {group.size} has no memory left; --threads 1 and fewer --workers need less"
         raise WorkerError(memory) from None
+
+
+def _opened(opens: tuple[str, str], part: str, options: ReshardOptions) -> tuple[Checkpoint, Selection]:
+    """Open a part of what rank 0 opened, and select the same of it."""
+    path, folder = opens
+    location = locate(path, options.also)
+    place = "/".join(filter(None, (folder, part)))
+    checkpoint = open_part(location, place) if place else open_checkpoint(path, options.also)
+    asked = options_of_part(checkpoint, options)
+    return checkpoint, select(checkpoint, asked.keys, asked.exclude, asked.renaming)
 
 
 def _storage(target: str, audience: Audience) -> tuple[Creator, int]:
@@ -150,30 +175,43 @@ def _storage(target: str, audience: Audience) -> tuple[Creator, int]:
     return LocalStorage(target), OPEN_FILES
 
 
-def _require_proven(plan: Plan, reports: Sequence[CopyReport], options: ReshardOptions) -> None:
+def _require_proven(part: PartPlan, reports: Sequence[CopyReport], options: ReshardOptions) -> None:
     """Refuse a source that changed or is damaged; check the records that several members read parts of.
 
     Raises:
         ItemError: names tensors, files and bytes.
         StorageError: somebody wrote to it meanwhile.
     """
-    require_unchanged(plan.source)
+    require_unchanged(part.source)
     failures: dict[Any, Finding] = {}
     for report in reports:
         failures |= {(finding.fqn, finding.file, finding.byte_range): finding for finding in report.failures}
     partly_read = [found for report in reports for found in report.partly_read]
-    for finding in settle(plan.source, partly_read, options.threads or 2):
+    for finding in settle(part.source, partly_read, options.threads or 2):
         failures.setdefault((finding.fqn, finding.file, finding.byte_range), finding)
     if failures:
-        raise ItemError(damaged(plan.source, list(failures.values()), ANOTHER_STEP))
+        raise ItemError(damaged(part.source, list(failures.values()), ANOTHER_STEP))
 
 
 def _seal(plan: Plan, place: Target, options: ReshardOptions, audience: Audience) -> None:
     """Write what makes the output complete, look at it, and give it its name."""
     storage: Creator = NotedStorage(place.storage, audience) if is_url(place.written) else place.storage
-    for file in plan.layout.last:
-        copy(plan.source, [place.named([file])], storage, 1, audience.progress)
-    require_same(place, plan.layout.files, plan.selection)
+    following = plan.following
+    *metadata, marker = plan.last
+    for file in metadata:
+        _write_last(plan, place.named([file]), storage, audience)
+    carry(following, [file for file in following.carried if file.name == following.last], storage, audience.progress)
+    place.note(following.sizes)
+    _write_last(plan, place.named([marker]), storage, audience)
+    for part in plan.parts:
+        require_same(place, part.layout.files, part.selection, part.name)
+        if options.check:
+            written = open_checkpoint(join(place.written, part.name) if part.name else place.written)
+            require_equal(part.source, written, part.selection, options.threads or 2)
     if options.check:
-        require_equal(plan.source, open_checkpoint(place.written), plan.selection, options.threads or 2)
+        require_same_bytes(following, place.storage)
     place.publish(options.overwrite)
+
+
+def _write_last(plan: Plan, files: Sequence[OutputFile], storage: Creator, audience: Audience) -> None:
+    copy(plan.parts[0].source, [files], storage, 1, audience.progress)

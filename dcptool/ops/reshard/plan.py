@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.families import per_rank_families
+from dcptool.checkpoint.families import per_rank_state
 from dcptool.checkpoint.findings import errors
-from dcptool.checkpoint.selection import Selection, select
+from dcptool.checkpoint.selection import (
+    AS_IS,
+    Renaming,
+    Selection,
+    renaming_of_part,
+    require_match,
+    select,
+    selects,
+    unmatched,
+)
 from dcptool.checks.check import cover_problems
+from dcptool.checks.copies import require_one_rank
+from dcptool.copying.outputs import OutputFile
 from dcptool.errors import CheckpointNotFoundError, LayoutError
-from dcptool.formats.dcp.write import Arrangement, DcpLayout, lay_out_dcp
+from dcptool.formats.dcp.write import Arrangement, DcpLayout, lay_out_dcp, marker_of
 from dcptool.formats.detect import open_checkpoint
-from dcptool.formats.table import FORMATS, fills_folder
-from dcptool.ops.guards import require_safe, require_sound
-from dcptool.ops.latest import find_latest
+from dcptool.ops.carrying import require_whole
+from dcptool.ops.following import NOTHING, Following, data_order, follow, left_notes, ranks_named
+from dcptool.ops.guards import of_rank, require_safe, require_sound
+from dcptool.ops.model_config import with_dtype
 from dcptool.ops.reshard.assign import assign
 from dcptool.ops.reshard.mesh import MAX_RANKS, parse_mesh, parse_placement
 from dcptool.ops.reshard.rules import LayoutRules, WantedLayout, mesh_hint
-from dcptool.storage import is_url, locate
+from dcptool.ops.reshard.source import ReshardSource, default_target, in_a_run, open_source, source_here
+from dcptool.storage import join
 from dcptool.words import listed, plural
 
 MAX_NAMED = 3
@@ -44,6 +57,9 @@ class ReshardOptions(NamedTuple):
         check: compare the output with the source, element by element, before it is published.
         also: further folders that hold files of the source.
         trust: take also objects that run code when they are loaded.
+        rank: of a checkpoint in which each rank kept metadata of its own, the one whose values are taken where they
+            differ; None refuses them.
+        renaming: how names and dtypes change.
     """
 
     world_size: int | None = None
@@ -60,40 +76,75 @@ class ReshardOptions(NamedTuple):
     check: bool = False
     also: tuple[str, ...] = ()
     trust: bool = False
+    rank: int | None = None
+    renaming: Renaming = AS_IS
+
+
+class PartPlan(NamedTuple):
+    """What is to be done with one checkpoint of a step.
+
+    Attributes:
+        name: its place in the step, "" for the step itself.
+        source: the open checkpoint.
+        selection: what of it goes in.
+        arrangement: what goes into which file, by names in the part.
+        layout: the files by names in the step, with their bytes.
+        notes: worth knowing, one sentence each.
+    """
+
+    name: str
+    source: Checkpoint
+    selection: Selection
+    arrangement: Arrangement
+    layout: DcpLayout
+    notes: tuple[str, ...]
 
 
 class Plan(NamedTuple):
     """What is to be done.
 
     Attributes:
-        source: the open checkpoint.
-        selection: what of it goes in.
+        source: path of the step, or of the one checkpoint.
+        opens: what was named, and where the step is below it.
+        parts: the checkpoints in it.
+        following: the files beside them.
+        marker: what is written last.
         target: path of the output.
-        arrangement: what goes into which file.
-        layout: the files, with their bytes.
         n_ranks: of the target.
         notes: worth knowing, one sentence each.
     """
 
-    source: Checkpoint
-    selection: Selection
+    source: str
+    opens: tuple[str, str]
+    parts: tuple[PartPlan, ...]
+    following: Following
+    marker: OutputFile
     target: str
-    arrangement: Arrangement
-    layout: DcpLayout
     n_ranks: int
     notes: tuple[str, ...]
 
     @property
+    def files(self) -> list[OutputFile]:
+        """Data files of all parts, by their names in the step."""
+        return [file for part in self.parts for file in part.layout.files]
+
+    @property
+    def last(self) -> list[OutputFile]:
+        """What makes it complete, in order."""
+        return [*(part.layout.metadata for part in self.parts), self.marker]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        return sum(file.nbytes for file in (*self.layout.files, *self.layout.last))
+        return sum(file.nbytes for file in (*self.files, *self.last)) + self.following.nbytes
 
 
 def make_plan(source: str | None, target: str | None, options: ReshardOptions) -> Plan:
     """Open the source and lay out the target.
 
     Args:
-        source: path or URL of a checkpoint; None for the one in, or the newest complete one under, the current folder.
+        source: path or URL of a step or a checkpoint; None for the one in, or the newest complete one under, the
+            current folder.
         target: path or URL of the output; None for `<RUN>-ws<N>/<STEP>` beside the run directory.
         options: see `ReshardOptions`.
 
@@ -101,61 +152,114 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
         CheckpointNotFoundError: there is no such checkpoint.
         ItemError: the source is damaged; the message names tensor, file and bytes.
         LayoutError: what is wanted cannot be laid out; the message names the tensor.
+        UnsupportedError: the step has files that only as many ranks as saved it can load.
     """
     told: tuple[str, ...] = ()
     if source is None:
         source, told = source_here()
-    checkpoint = open_checkpoint(source, options.also)
-    selection = select(checkpoint, options.keys, options.exclude)
+    source = of_rank(source, options.rank)
+    found = open_source(source, options.also)
+    problem = options_problem(options)
+    if problem:
+        raise LayoutError(problem)
+    several = len(found.parts) > 1
+    if several:
+        require_match(list(found.parts.values()), options.keys, options.exclude)
+        _require_renamed(list(found.parts.values()), options)
+    asked = {name: _options_of(part, options) if several else options for name, part in found.parts.items()}
+    chosen = {name: part for name, part in found.parts.items() if asked[name] is not None}
+    n_ranks = 0
+    parts = []
+    path = os.fspath(target) if target is not None else ""
+    for name, checkpoint in chosen.items():
+        of_part = asked[name] or options
+        wanted = _wanted_layout(of_part, name if several or found.step else "")
+        n_ranks = wanted.n_ranks
+        path = path or default_target(found.path, n_ranks, found.around[1] if found.around else "")
+        parts.append(_plan_part(name, checkpoint, join(path, name) if name else path, of_part, wanted))
+    following = NOTHING
+    cut = None if options.files else n_ranks
+    if found.step:
+        following = follow(found.step, found.parts, cut)
+        following = with_dtype(following, options.renaming.dtype) if options.renaming.dtype else following
+        require_whole(following, options.trust, options.threads)
+    marker = marker_of(path, "reshard", [part.layout for part in parts], following.sizes)
+    notes = (
+        *told,
+        *found.notes,
+        *in_a_run(found, path),
+        *(_step_notes(found, chosen, options) if several else ()),
+        *dict.fromkeys(note for part in parts for note in part.notes),
+        *following.notes,
+        *(left_notes(found.around[0], [found.around[1]]) if found.around else ()),
+    )
+    return Plan(found.path, (source, found.folder), tuple(parts), following, marker, path, n_ranks, notes)
+
+
+def _plan_part(name: str, checkpoint: Checkpoint, path: str, options: ReshardOptions, wanted: WantedLayout) -> PartPlan:
+    selection = select(checkpoint, options.keys, options.exclude, options.renaming)
     require_sound(checkpoint, selection, options.keys, options.exclude, trust=options.trust)
-    wanted = _wanted_layout(options)
-    path = os.fspath(target) if target is not None else default_target(checkpoint.path, wanted.n_ranks)
+    require_one_rank(checkpoint, {item.entry.fqn for item in selection.in_order})
     _require_common(selection, wanted)
     rules = LayoutRules(checkpoint, selection, wanted)
     arrangement = assign(rules.held(), wanted.n_ranks)
-    layout = lay_out_dcp(checkpoint, selection, path, "reshard", arrangement)
+    layout = lay_out_dcp(checkpoint, selection, path, arrangement)
     if not options.trust:
         require_safe(checkpoint, selection)
-    notes = (*told, *selection.notes, *layout.notes, *_notes(checkpoint, selection, rules, wanted))
-    return Plan(checkpoint, selection, path, arrangement, layout, wanted.n_ranks, notes)
+    notes = [*selection.notes, *layout.notes, *_notes(checkpoint, selection, rules, wanted)]
+    told = tuple(f"{name}: {note}" for note in notes) if name else tuple(notes)
+    return PartPlan(name, checkpoint, selection, arrangement, layout.below(name), told)
 
 
-def source_here() -> tuple[str, tuple[str, ...]]:
-    """Return the checkpoint in the current folder, or the newest complete one of the run in or below it, and notes.
+def _options_of(part: Checkpoint, options: ReshardOptions) -> ReshardOptions | None:
+    """Return what of the options is about one part of several; None if nothing of it is selected."""
+    found = options_of_part(part, options)
+    if (len(part) or found.keys) and not any(selects(fqn, found.keys, found.exclude) for fqn in part):
+        return None
+    mesh = parse_mesh(options.mesh) if options.mesh else None
+    placements = tuple(
+        text for text in options.placements if mesh and any(map(parse_placement(text, mesh).matches, part.tensors))
+    )
+    return found._replace(placements=placements)
+
+
+def _require_renamed(parts: Sequence[Checkpoint], options: ReshardOptions) -> None:
+    """Refuse a new name for what is in no part.
 
     Raises:
-        CheckpointNotFoundError: there is none, or it is not clear which.
+        LayoutError: names the first.
     """
-    here = os.getcwd()
-    if fills_folder({entry.name: entry.nbytes for entry in locate(here).storage.entries()}):
-        return here, (f"the source is the checkpoint in the current folder, {here}",)
-    found = find_latest(here)
-    if found.path is None:
-        why = found.problem or f"{found.run}: no step is complete; dcptool verify {found.run} says why"
-        raise CheckpointNotFoundError(
-            why, next_step="Name the checkpoint to reshard: dcptool reshard --world-size N SRC"
-        )
-    passed = [
-        f"{verdict.name} is {verdict.state.value} and was passed over: {verdict.reason}" for verdict in found.skipped
-    ]
-    warned = [finding.message for finding in (*found.warnings, *found.pointers)]
-    return found.path, (f"the source is the newest complete step, {found.path}", *passed, *warned)
+    known = {pair for part in parts for pair in renaming_of_part(options.renaming, part).rename}
+    lone = next((old for old, new in options.renaming.rename if (old, new) not in known), None)
+    if lone is not None:
+        raise LayoutError(f"--rename {lone}=…: no entry of any part has this name")
 
 
-def default_target(source: str, n_ranks: int) -> str:
-    """Return `<RUN>-ws<N>/<STEP>` beside the run directory of a source.
+def options_of_part(part: Checkpoint, options: ReshardOptions) -> ReshardOptions:
+    """Return options with what of the names and globs in them matches something of a part; `keys` where none does."""
+    keys, exclude = (
+        tuple(glob for glob in globs if any(selects(fqn, (glob,), ()) for fqn in part))
+        for globs in (options.keys, options.exclude)
+    )
+    renaming = renaming_of_part(options.renaming, part) if options.renaming.rename else options.renaming
+    return options._replace(keys=keys or options.keys, exclude=exclude, renaming=renaming)
 
-    >>> default_target("/data/ckpt/step_500", 48)
-    '/data/ckpt-ws48/step_500'
-    """
-    path = source.rstrip("/")
-    run, _, step = path.rpartition("/")
-    if not is_url(source) and ({step, run.rpartition("/")[2]} & {"", ".", ".."}):
-        run, _, step = os.path.abspath(source).rpartition("/")
-    if not run or run.endswith((":", "/")):
-        raise LayoutError(f"{source} has no folder of its own beside which the output could go; name DST")
-    suffix = next((end for known in FORMATS for end in known.format.suffixes if step.endswith(end)), "")
-    return f"{run}-ws{n_ranks}/{step.removesuffix(suffix)}"
+
+def _step_notes(found: ReshardSource, chosen: Collection[str], options: ReshardOptions) -> list[str]:
+    """Say of options what matches nothing in any part, and which parts are left out."""
+    names = {fqn for part in found.parts.values() for fqn in part}
+    notes = list(unmatched(names, options.keys, options.exclude))
+    left = [f"{name}/" for name in found.parts if name not in chosen]
+    notes += [f"nothing of {', '.join(left)} is selected: left out"] if left else []
+    mesh = parse_mesh(options.mesh) if options.mesh else None
+    tensors = [name for part in found.parts.values() for name in part.tensors]
+    placements = [parse_placement(text, mesh) for text in options.placements] if mesh else []
+    lone = [placement.glob for placement in placements if not any(map(placement.matches, tensors))]
+    return notes + [_matches_nothing(glob, tensors) for glob in lone]
+
+
+def _matches_nothing(glob: str, names: Sequence[str]) -> str:
+    return f"--placement {glob!r} matches no tensor; names are such as {_named(names)}"
 
 
 def options_problem(options: ReshardOptions) -> str:
@@ -186,21 +290,18 @@ def options_problem(options: ReshardOptions) -> str:
     return ""
 
 
-def _wanted_layout(options: ReshardOptions) -> WantedLayout:
-    """Read what layout is wanted.
+def _wanted_layout(options: ReshardOptions, part: str) -> WantedLayout:
+    """Read what layout is wanted for a part of a step.
 
     Raises:
         LayoutError: the options do not go together.
     """
-    problem = options_problem(options)
-    if problem:
-        raise LayoutError(problem)
     found = WantedLayout(options.world_size or 0)
     if options.mesh is not None:
         mesh = parse_mesh(options.mesh)
         found = WantedLayout(mesh.n_ranks, mesh, tuple(parse_placement(text, mesh) for text in options.placements))
     elif options.like is not None:
-        like = open_checkpoint(options.like)
+        like = _like(options.like, part)
         found = WantedLayout(like.world_size or 1, like=like)
     elif options.files is not None:
         found = WantedLayout(options.files, repack=True)
@@ -209,6 +310,16 @@ def _wanted_layout(options: ReshardOptions) -> WantedLayout:
             f"--world-size {options.world_size} contradicts --like {options.like}, which {found.n_ranks} ranks saved"
         )
     return found
+
+
+def _like(path: str, part: str) -> Checkpoint:
+    """Open the checkpoint whose layout is taken over: that in the same place of another step, or the one named."""
+    try:
+        return open_checkpoint(join(path, part) if part else path)
+    except CheckpointNotFoundError:
+        if not part:
+            raise
+        return open_checkpoint(path)
 
 
 def _require_common(selection: Selection, wanted: WantedLayout) -> None:
@@ -236,7 +347,7 @@ def _notes(checkpoint: Checkpoint, selection: Selection, rules: LayoutRules, wan
     names = [item.name for item in selection.tensors]
     for placement in wanted.placements:
         if not any(map(placement.matches, names)):
-            notes.append(f"--placement {placement.glob!r} matches no tensor; names are such as {_named(names)}")
+            notes.append(_matches_nothing(placement.glob, names))
     if rules.kept:
         first, found = next(iter(rules.kept.items()))
         others = ", …" if len(rules.kept) > 1 else ""
@@ -260,22 +371,19 @@ def _notes(checkpoint: Checkpoint, selection: Selection, rules: LayoutRules, wan
 
 
 def _per_rank_notes(checkpoint: Checkpoint, selection: Selection, n_ranks: int) -> list[str]:
-    """Say which objects of single ranks a resume with another number of them will miss, or not look for."""
+    """Say which entries of single ranks a resume with another number of them will miss, or not look for."""
     notes = []
-    for pattern, ranks in per_rank_families(item.name for item in selection.objects).items():
-        if len(ranks) == 1 and checkpoint.world_size != 1:
+    for family in per_rank_state(item.name for item in selection.in_order):
+        if len(family.ranks) == 1 and checkpoint.world_size != 1:
             continue
-        first, last = min(ranks), max(ranks)
-        shown = f"{pattern} of {f'ranks {first}–{last}' if last > first else f'rank {first}'}"
-        missed = [rank for rank in range(n_ranks) if rank not in ranks]
-        spare = sum(rank >= n_ranks for rank in ranks)
-        told = f"{shown} cannot be resharded and is copied as it is"
+        told = f"{family.named} of {ranks_named(sorted(family.ranks))} cannot be resharded and is copied as it is"
+        missed = [rank for rank in range(n_ranks) if rank not in family.ranks]
+        spare = sum(rank >= n_ranks for rank in family.ranks)
         if missed:
-            named = f"rank {missed[0]}" if len(missed) == 1 else f"ranks {missed[0]}–{missed[-1]} ({len(missed):,})"
-            told += f"; a resume on {n_ranks} ranks finds none for {named}"
+            told += f"; a resume on {n_ranks} ranks finds none for {ranks_named(missed)}"
         if spare:
             told += f"; that of {plural(spare, 'rank')} belongs to no rank any more"
-        notes.append(told)
+        notes.append(told + (data_order(family.form) if missed or spare else ""))
     return notes
 
 

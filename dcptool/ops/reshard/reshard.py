@@ -60,7 +60,7 @@ def reshard(
     target = None if target is None else os.fspath(target)
     if dry_run:
         plan = make_plan(source, target, options)
-        require_place(plan.target, False, plan.nbytes, options.overwrite, read_paths(plan.source.path, options))
+        require_place(plan.target, False, plan.nbytes, options.overwrite, read_paths(plan.source, options))
         replaces = replaced(plan.target, "dcp") if options.overwrite else ""
         workers = _n_workers(options, plan.n_ranks)
         return summarize_plan(plan, options, workers, time.perf_counter() - began, False, replaces)

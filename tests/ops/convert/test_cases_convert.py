@@ -140,7 +140,7 @@ def test_r25_a_hole_is_refused_never_filled(tmp_path, to):
 
 
 def test_r26_rank_local_saves_become_ordinary_ones(tmp_path):
-    convert(FOREIGN / "w_no_collectives", tmp_path / "d", "dcp")
+    convert(FOREIGN / "w_no_collectives", tmp_path / "d", "dcp", ConvertOptions(rank=0))
     assert (tmp_path / "d" / ".metadata").exists()
     assert not list((tmp_path / "d").glob("__*.metadata"))
 

@@ -18,6 +18,7 @@ import dcptool  # noqa: E402
 from dcptool.ops.reshard.reshard import ReshardOptions  # noqa: E402
 from tests import damage  # noqa: E402
 from tests.commands import HURRY, wait_for  # noqa: E402
+from tests.conftest import FOREIGN  # noqa: E402
 from tests.ranks import Shard, save  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -92,6 +93,28 @@ def test_in_a_process_that_has_used_the_store_before(source, s3_url):
     done = dcptool.reshard(f"{s3_url}/step_7", f"{s3_url}/new/step_7", ReshardOptions(world_size=3, workers=2))
     assert done.workers == 2
     assert dcptool.compare(source, f"{s3_url}/new/step_7").equal
+
+
+def test_a_whole_step_to_a_store_and_back(commands, s3_url, tmp_path):
+    """Parts, files of ranks and of the job; a part that is damaged leaves nothing of the others."""
+    step = FOREIGN / "trainer_fsdp2" / "checkpoint-2"
+    there, back = f"{s3_url}/run/checkpoint-2", tmp_path / "back" / "checkpoint-2"
+    for source, target, n_ranks in ((step, there, 3), (there, back, 2)):
+        done = commands.run("reshard", "--world-size", n_ranks, "--workers", 2, "--check", source, target)
+        assert done.code == 0, done.err
+    for part in ("optimizer_0", "pytorch_model_fsdp_0"):
+        assert dcptool.compare(step / part, back / part).equal
+    for name in ("scheduler.pt", "trainer_state.json", "rng_state_1.pth"):
+        assert (back / name).read_bytes() == (step / name).read_bytes()
+    assert dcptool.verify(there).good
+    damaged = damage.copy(step, tmp_path / "run" / "checkpoint-2")
+    item = next(iter(dcptool.open(damaged / "pytorch_model_fsdp_0").tensors.values())).chunks[1].item
+    damage.flip_byte(damaged / "pytorch_model_fsdp_0" / item.file, item.byte_offset + item.nbytes // 2)
+    done = commands.run("reshard", "--world-size", 3, "--workers", 2, damaged, f"{s3_url}/other/checkpoint-2")
+    assert done.code == 3
+    filesystem, base = fsspec.url_to_fs(s3_url)
+    filesystem.invalidate_cache()
+    assert not filesystem.exists(f"{base}/other")
 
 
 @pytest.mark.parametrize("how", ["worker", "parent", "damaged"])

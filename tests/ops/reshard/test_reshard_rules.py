@@ -19,8 +19,9 @@ from dcptool.checkpoint.regions import first_gap, volume
 from dcptool.errors import LayoutError
 from dcptool.ops.reshard.assign import Held, Holding, assign
 from dcptool.ops.reshard.mesh import Mesh, MeshCut, boxes_of, mislabelled, parse_mesh, parse_placement
-from dcptool.ops.reshard.plan import ReshardOptions, default_target, make_plan, options_problem
+from dcptool.ops.reshard.plan import ReshardOptions, make_plan, options_problem
 from dcptool.ops.reshard.rules import mesh_hint
+from dcptool.ops.reshard.source import default_target
 from tests.alone import reshard_alone
 from tests.conftest import FOREIGN
 from tests.damage import copy, edit_metadata
@@ -257,9 +258,9 @@ class TestDefaultRule:
 
     def test_no_rule_reads_the_words_of_a_layout(self, tmp_path, monkeypatch):
         source, target = str(FOREIGN / "mesh2d_fsdp_tp"), str(tmp_path / "x")
-        before = make_plan(source, target, ReshardOptions(3)).arrangement
+        before = make_plan(source, target, ReshardOptions(3)).parts[0].arrangement
         monkeypatch.setattr(LayoutShard, "__str__", lambda self: "?")
-        assert make_plan(source, target, ReshardOptions(3)).arrangement == before
+        assert make_plan(source, target, ReshardOptions(3)).parts[0].arrangement == before
 
     def test_objects_of_single_ranks_are_copied_and_told(self, four, tmp_path):
         source, _ = four
@@ -286,7 +287,7 @@ class TestMesh:
         save(tmp_path / "one", state)
         options = {"mesh": "dp=2,tp=2", "placements": ("model.a.weight=tp:1,dp:0", "model.*=dp:0")}
         plan = make_plan(str(tmp_path / "one"), str(tmp_path / "x"), ReshardOptions(**options))
-        held = plan.arrangement.boxes
+        held = plan.parts[0].arrangement.boxes
         assert len(held["model.a.weight"]) == 4
         assert held["optim.state.a.weight.exp_avg"] == held["model.a.weight"]
         assert len(held["model.b.weight"]) == 2
@@ -385,9 +386,11 @@ def test_cover_of_everything_planned(tmp_path):
     """What is planned for any whole part, at any size, covers every tensor exactly and once."""
     for name, n_ranks in itertools.product(("xver_t2130", "mesh2d_fsdp_tp", "hsdp"), (1, 3, 48)):
         plan = make_plan(str(FOREIGN / name), str(tmp_path / "x"), ReshardOptions(n_ranks))
-        stored = [(fqn, box[0]) for held in plan.arrangement.files.values() for fqn, box in held if box is not None]
+        stored = [
+            (fqn, box[0]) for held in plan.parts[0].arrangement.files.values() for fqn, box in held if box is not None
+        ]
         assert len(stored) == len(set(stored))
-        for fqn, entry in plan.source.tensors.items():
-            held = [box for box in plan.arrangement.boxes[fqn] if 0 not in box[1]]
+        for fqn, entry in plan.parts[0].source.tensors.items():
+            held = [box for box in plan.parts[0].arrangement.boxes[fqn] if 0 not in box[1]]
             assert sum(volume(sizes) for _, sizes in held) == volume(entry.shape)
             assert first_gap(((0,) * len(entry.shape), entry.shape), held) is None
