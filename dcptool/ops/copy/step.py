@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import NamedTuple
 
@@ -251,8 +252,11 @@ class _Copying:
             except (ItemError, UnsafePickleError):
                 place.discard()
                 raise
-            except StorageError:
-                place.journal.save()
+            except StorageError as error:
+                with suppress(StorageError):
+                    place.journal.save()
+                if error.gone:  # a file that is written anew is empty at first
+                    found.require_unchanged()
                 raise
         finally:
             place.journal.close()
@@ -272,17 +276,18 @@ class _Copying:
     def _go_on(self, place: Place) -> None:
         """Find what an earlier run copied, and say how much there is to do.
 
-        What makes a copy look complete goes if anything else has to be copied before it.
+        What makes a copy look complete goes if it, or anything else before it, has to be copied anew.
         """
         found = self._found
+        last, n_before = set(found.last), len(found.first)
         for name in found.files:
-            if name in found.last and len(self._moved) < len(found.first):
-                place.storage.delete(name)
-                continue
-            kept = place.kept(name, found.listing[name])
+            is_last = name in last
+            kept = None if is_last and len(self._moved) < n_before else place.kept(name, found.listing[name])
             if kept:
                 self._moved[name] = kept
                 self._kept_nbytes += kept.nbytes
+            elif is_last:
+                place.storage.delete(name)
         place.storage.delete(self._options.marker)
         if self._watch.expect:
             self._watch.expect(self._found.nbytes - self._kept_nbytes)
