@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from queue import Empty, LifoQueue
 from typing import NamedTuple
@@ -89,8 +89,9 @@ class Mover:
     def __enter__(self) -> Mover:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error:
+            self.stop()
         self._files.shutdown(cancel_futures=True)
         self._io.shutdown(cancel_futures=True)
 
@@ -110,6 +111,8 @@ class Mover:
         for done in going:
             try:
                 done.result()
+            except CancelledError:  # it had not begun when another one failed
+                continue
             except Stopped as error:
                 failures.append(error)
             except BaseException as error:  # Ctrl-C while it is waited for, too

@@ -134,11 +134,13 @@ def copy_step(
     target = target if is_url(target) else target.removeprefix("file://")
     found = survey(source, options.also, options.marker, options.threads)
     result = StepCopy(base_name(found.path), found.path, target, "there", _sizes(found), found.nbytes)
-    if not options.overwrite and is_there(found, target, options.marker, quick=quick):
+    taken = _taken(found, target, options)
+    if taken and is_there(found, target, options.marker, quick=quick):
         if not dry_run:
             tidy(target)
         return result._replace(seconds=time.perf_counter() - began)
-    _require_place(found, target, options)
+    if taken and not (is_url(target) and _is_begun(target)):
+        raise taken
     require_copyable(found, options.trust)
     notes = [replaced(target, "dcp")] if options.overwrite else []
     notes += [f"the marker {options.marker} is written, for it has none" * (found.verdict.marker is None)]
@@ -189,21 +191,26 @@ def _is_same(found: Survey, name: str, digest: str | None, quick: bool) -> bool:
     return sha256(found.location.storage, name, nbytes) == digest
 
 
-def _require_place(found: Survey, target: str, options: CopyOptions) -> None:
-    """Refuse a target where the copy cannot go; one that holds a copy of ours is looked at when that goes on."""
+def _taken(found: Survey, target: str, options: CopyOptions) -> OutputExistsError | None:
+    """Return the error that something is at the target, None if a copy can go there.
+
+    Raises:
+        StorageError, UnsupportedError: no copy can, whatever is there.
+    """
     sources = (found.path, *options.also)
-    try:
-        require_place(target, False, 0, options.overwrite, sources)
-    except OutputExistsError as error:
-        if not (is_url(target) and _is_begun(target)):
-            inside = join(target.rstrip("/"), base_name(found.path))
-            hint = f"To copy it into that folder: {inside}" if base_name(target) != base_name(found.path) else ""
-            raise error.saying(error.message, next_step=hint or error.next_step) from error
-    if not is_url(target):
+    needed = found.nbytes
+    if not is_url(target):  # what an unfinished copy has taken is used
         temporary, _ = unfinished_at(target.rstrip("/") or target)
         there = walk(LocalStorage(temporary)) if os.path.isdir(temporary) else []
-        written = sum(entry.nbytes for entry in there)
-        require_place(target, False, max(found.nbytes - written, 0), options.overwrite, sources)
+        needed = max(needed - sum(entry.nbytes for entry in there), 0)
+    try:
+        require_place(target, False, needed, options.overwrite, sources)
+    except OutputExistsError as error:
+        inside = join(target.rstrip("/"), base_name(found.path))
+        hint = f"To copy it into that folder: {inside}" if base_name(target) != base_name(found.path) else ""
+        told = error.saying(error.message, next_step=hint or error.next_step)
+        return told if isinstance(told, OutputExistsError) else error
+    return None
 
 
 def _is_begun(target: str) -> bool:
@@ -241,7 +248,8 @@ class _Copying:
         found = self._found
         place = place_at(self._target)
         try:
-            place.begin(os.path.abspath(found.path) if not is_url(found.path) else found.path, self._names)
+            source = found.path if is_url(found.path) else os.path.abspath(found.path)
+            self._again(place.path, lambda: place.begin(source, self._names))
             self._go_on(place)
             try:
                 with Mover(
@@ -256,7 +264,7 @@ class _Copying:
                 with suppress(StorageError):
                     place.journal.save()
                 if error.gone:  # a file that is written anew is empty at first
-                    found.require_unchanged()
+                    self._again(found.path, found.require_unchanged)
                 raise
         finally:
             place.journal.close()
@@ -287,10 +295,13 @@ class _Copying:
                 self._moved[name] = kept
                 self._kept_nbytes += kept.nbytes
             elif is_last:
-                place.storage.delete(name)
-        place.storage.delete(self._options.marker)
+                self._delete(place, name)
+        self._delete(place, self._options.marker)
         if self._watch.expect:
             self._watch.expect(self._found.nbytes - self._kept_nbytes)
+
+    def _delete(self, place: Place, name: str) -> None:
+        self._again(name, lambda: place.storage.delete(name))
 
     def _move_all(self, mover: Mover, place: Place) -> None:
         """Copy what is not there; the files that make it look complete only when all is known to be sound."""
@@ -304,13 +315,13 @@ class _Copying:
             passing.sha256()
             self._note(passing.findings)
         self._require_sound()
-        found.require_unchanged()
-        place.require_all(self._moved)
+        self._again(found.path, found.require_unchanged)
+        self._again(place.path, lambda: place.require_all(self._moved))
         for name in found.last:
             if name not in self._moved:
                 self._move(mover, place, name)
         self._require_sound()
-        found.require_unchanged()
+        self._again(found.path, found.require_unchanged)
 
     def _move(self, mover: Mover, place: Place, name: str) -> None:
         entry = self._found.listing[name]
@@ -321,7 +332,7 @@ class _Copying:
         self._note(passing.findings)
         if not passing.findings:
             moved = Moved(entry.nbytes, entry.mtime, entry.version, digest, passing.stored, passing.n_records)
-            place.journal.add(name, moved)
+            self._again(name, lambda: place.journal.add(name, moved))
             with self._lock:
                 self._moved[name] = moved
 
@@ -337,14 +348,15 @@ class _Copying:
     def _require_sound(self) -> None:
         wrong = errors(self._findings)
         if wrong:
-            self._found.require_unchanged()  # a save into the same place looks like damage
+            self._again(self._found.path, self._found.require_unchanged)  # a save into the same place looks like damage
             raise refusal(self._found.path, wrong, State(state_of(wrong)))
 
     def _publish(self, place: Place) -> None:
         """Write the marker, last of all, and give the copy its name."""
-        place.require_all(self._moved)
-        place.storage.write(self._options.marker, self._marker())
-        place.publish(self._options.overwrite)
+        self._again(place.path, lambda: place.require_all(self._moved))
+        marker, name = self._marker(), self._options.marker
+        self._again(name, lambda: place.storage.write(name, marker))
+        self._again(place.path, lambda: place.publish(self._options.overwrite))
 
     def _marker(self) -> bytes:
         """Return the bytes of the copy's marker: the source's own, if it has the SHA-256 of every file."""

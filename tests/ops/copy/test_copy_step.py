@@ -63,7 +63,8 @@ def small_parts(monkeypatch):
 def test_every_checkpoint_comes_out_byte_for_byte_and_every_crc32_is_compared(part, tmp_path, monkeypatch):
     target = tmp_path / "step_1"
     done = copy_steps(part.path, target)
-    assert not done.is_run and done.good
+    assert not done.is_run
+    assert done.good
     copied, source = contents(target), contents(part.path)
     marker = json.loads(copied.pop("_COMPLETE"))
     assert copied == source
@@ -71,7 +72,8 @@ def test_every_checkpoint_comes_out_byte_for_byte_and_every_crc32_is_compared(pa
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in source.items()}
     assert marker["sha256"] == {name: digests[name] for name in marker["files"]}
     verdict = deep(target)
-    assert verdict.state is State.COMPLETE and verdict.marker.sha256
+    assert verdict.state is State.COMPLETE
+    assert verdict.marker.sha256
     # However the file is cut into parts, the same is compared; and as much as there are checksums.
     monkeypatch.setattr("dcptool.storage.parts.LOCAL_PART_NBYTES", 700)
     again = copy_steps(part.path, tmp_path / "again")
@@ -99,7 +101,8 @@ def test_nothing_is_under_the_final_name_until_all_is(step, tmp_path):
     target = tmp_path / "out"
     seen = []
     copy_steps(step, target, progress=lambda nbytes: seen.append(target.exists()))
-    assert seen and not any(seen)
+    assert seen
+    assert not any(seen)
     assert target.is_dir()
 
 
@@ -127,7 +130,8 @@ def test_all_that_is_damaged_is_told_at_once(step, tmp_path):
             damaged.append(fqn)
     with pytest.raises(ItemError) as caught:
         copy_steps(step, tmp_path / "out")
-    assert all(repr(fqn) in str(caught.value) for fqn in damaged) and "CRC32" in str(caught.value)
+    assert all(repr(fqn) in str(caught.value) for fqn in damaged)
+    assert "CRC32" in str(caught.value)
 
 
 def with_zip(step: Path, compression: int) -> Path:
@@ -185,7 +189,8 @@ def test_a_marker_of_a_save_stays_one(step, tmp_path):
     before = json.loads((step / "_COMPLETE").read_text())
     copy_steps(step, tmp_path / "out")
     after = json.loads((tmp_path / "out" / "_COMPLETE").read_text())
-    assert before["writer"] == "save" and "sha256" not in before
+    assert before["writer"] == "save"
+    assert "sha256" not in before
     assert {**after, "sha256": None} == {**before, "sha256": None}
     assert after["sha256"].keys() == after["files"].keys()
 
@@ -196,7 +201,8 @@ class TestRefused:
             copy_steps(step, tmp_path / "out")
         assert sorted(os.listdir(tmp_path)) == ["run"]
         done = run("copy", step, tmp_path / "out")
-        assert (done.returncode, done.stdout) == (3, "") and done.stderr.startswith("error: ")
+        assert (done.returncode, done.stdout) == (3, "")
+        assert done.stderr.startswith("error: ")
         assert sorted(os.listdir(tmp_path)) == ["run"]
 
     def test_incomplete(self, step, tmp_path):
@@ -236,7 +242,8 @@ class TestRefused:
         for target in (step, step / "copy", step.parent):
             with pytest.raises((UnsupportedError, OutputExistsError)):
                 copy_steps(step, target)
-        assert sorted(os.listdir(tmp_path)) == ["run"] and sorted(os.listdir(step.parent)) == ["step_1"]
+        assert sorted(os.listdir(tmp_path)) == ["run"]
+        assert sorted(os.listdir(step.parent)) == ["step_1"]
 
     def test_unsafe_but_with_trust(self, step, tmp_path):
         class Evil:
@@ -280,7 +287,8 @@ class TestSomethingIsThere:
         copy_steps(step, tmp_path / "out")
         before = {file: file.stat().st_ctime_ns for file in (tmp_path / "out").rglob("*")}
         done = run("copy", step, tmp_path / "out")
-        assert done.returncode == 0 and "there already, the same step" in done.stdout
+        assert done.returncode == 0
+        assert "there already, the same step" in done.stdout
         assert {file: file.stat().st_ctime_ns for file in (tmp_path / "out").rglob("*")} == before
 
     @pytest.mark.parametrize("change", ["bytes", "longer", "more", "less", "unmarked", "no checksums"])
@@ -315,7 +323,8 @@ class TestSomethingIsThere:
     def test_overwrite(self, tmp_path):
         shutil.copytree(FOREIGN / "ddp", tmp_path / "out")
         done = copy_steps(SOURCE, tmp_path / "out", CopyOptions(overwrite=True)).steps[0]
-        assert done.state == "copied" and done.notes[0].startswith("--overwrite replaces what is at")
+        assert done.state == "copied"
+        assert done.notes[0].startswith("--overwrite replaces what is at")
         assert contents(tmp_path / "out").keys() == {*contents(SOURCE), "_COMPLETE"}
         assert sorted(os.listdir(tmp_path)) == ["out"]
 
@@ -330,7 +339,8 @@ class TestSomethingIsThere:
 def test_dry_run(step, tmp_path):
     done = run("copy", "--dry-run", step, tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    assert "trainer_state.json" in done.stdout and "of memory for parts of files" in done.stdout
+    assert "trainer_state.json" in done.stdout
+    assert "of memory for parts of files" in done.stdout
     assert sorted(os.listdir(tmp_path)) == ["run"]
     (step / "__1_0.distcp").unlink()
     assert run("copy", "--dry-run", step, tmp_path / "out").returncode == 3
@@ -340,7 +350,8 @@ def test_json_and_quiet(step, tmp_path):
     done = run("copy", "--json", step, tmp_path / "out")
     document = json.loads(done.stdout)
     assert (document["schema"], document["is_run"], document["good"]) == (1, False, True)
-    assert document["steps"][0]["state"] == "copied" and document["steps"][0]["nbytes"] > 0
+    assert document["steps"][0]["state"] == "copied"
+    assert document["steps"][0]["nbytes"] > 0
     done = run("copy", "--quiet", step, tmp_path / "other")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -372,7 +383,9 @@ class TestRuns:
         assert dcptool.find_latest(tmp_path / "copies").path == str(tmp_path / "copies" / "step_3")
         shutil.rmtree(folder / "step_2")
         again = copy_steps(folder, tmp_path / "copies")
-        assert again.good and {step.state for step in again.steps} == {"there"} and again.nbytes == 0
+        assert again.good
+        assert {step.state for step in again.steps} == {"there"}
+        assert again.nbytes == 0
 
     def test_one_that_turns_out_damaged_is_left_and_the_others_go_on(self, run_of, tmp_path):
         folder = run_of("step_1", "step_2")
@@ -381,7 +394,8 @@ class TestRuns:
         flip_byte(file, self.at)
         done = copy_steps(folder, tmp_path / "copies")
         assert [(step.name, step.state) for step in done.steps] == [("step_1", "left"), ("step_2", "copied")]
-        assert done.steps[0].reason.startswith("damaged: ") and not done.good
+        assert done.steps[0].reason.startswith("damaged: ")
+        assert not done.good
         assert sorted(os.listdir(tmp_path / "copies")) == ["step_2"]
 
     def is_found(self, file: Path, at: int) -> bool:
@@ -396,13 +410,15 @@ class TestRuns:
         (tmp_path / "job").mkdir()
         (tmp_path / "ckpt").rename(tmp_path / "job" / "ckpt")
         done = copy_steps(tmp_path / "job", tmp_path / "archive")
-        assert done.good and (tmp_path / "archive" / "ckpt" / "step_1" / "_COMPLETE").exists()
+        assert done.good
+        assert (tmp_path / "archive" / "ckpt" / "step_1" / "_COMPLETE").exists()
 
     def test_being_written_is_no_failure(self, run_of, tmp_path):
         folder = run_of("step_1", "step_2")
         (folder / "step_2" / ".incomplete").touch()
         done = copy_steps(folder, tmp_path / "copies")
-        assert [step.state for step in done.steps] == ["copied", "left"] and done.good
+        assert [step.state for step in done.steps] == ["copied", "left"]
+        assert done.good
 
     def test_overwrite_is_for_one_step(self, run_of, tmp_path):
         with pytest.raises(DcptoolError, match="--overwrite is for one step"):
@@ -432,7 +448,9 @@ class TestHalves:
     def test_of_a_run(self, halves, tmp_path):
         step, other = halves
         done = copy_steps(step.parent, tmp_path / "out", CopyOptions(also=(str(other.parent),)))
-        assert done.good and done.is_run and deep(tmp_path / "out" / "step_1").state is State.COMPLETE
+        assert done.good
+        assert done.is_run
+        assert deep(tmp_path / "out" / "step_1").state is State.COMPLETE
 
     def test_that_are_not_of_one_save(self, halves, tmp_path):
         step, other = halves
