@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcptool.ops.copy.copy import CopyReport
+from dcptool.ops.copy.copy import StepCopies
 from dcptool.ops.copy.step import StepCopy
 from dcptool.render.text import table
 from dcptool.words import nbytes, plural, shown
@@ -12,12 +12,12 @@ from dcptool.words import nbytes, plural, shown
 SCHEMA = 1
 
 
-def notes(report: CopyReport) -> list[str]:
+def notes(report: StepCopies) -> list[str]:
     """Return what is worth knowing, for stderr."""
     return [note for step in report.steps for note in step.notes]
 
 
-def copy_text(report: CopyReport) -> str:
+def copy_text(report: StepCopies) -> str:
     """Return what was copied: a line for a step, a table for a run."""
     if not report.is_run:
         return step_line(report.steps[0])
@@ -40,7 +40,7 @@ def _proof(step: StepCopy) -> str:
     return f"{compared}, {plural(step.n_claimed, 'file')} as vouched for" if step.n_claimed else compared
 
 
-def plan_text(report: CopyReport) -> str:
+def plan_text(report: StepCopies) -> str:
     """Return the plan of a dry run: of a step its files, of a run its steps."""
     if report.is_run:
         return f"{_table(report)}\n\n{_summary(report, 'planned')}\n{_memory(report)}"
@@ -52,21 +52,21 @@ def plan_text(report: CopyReport) -> str:
     return f"{table(['file', 'bytes'], rows, right=(1,))}\n\n{summary}\n{_memory(report)}"
 
 
-def _memory(report: CopyReport) -> str:
+def _memory(report: StepCopies) -> str:
     return (
         f"the copy needs up to {nbytes(max(step.memory_nbytes for step in report.steps))} of memory for parts of files"
     )
 
 
-def _table(report: CopyReport) -> str:
+def _table(report: StepCopies) -> str:
     rows = [
         [shown(step.name), step.state, nbytes(step.nbytes) if step.nbytes else "–", shown(step.reason or "–")]
         for step in report.steps
     ]
-    return table(["step", "", "bytes", "reason"], rows, right=(2,))
+    return table(["step", "copy", "bytes", "reason"], rows, right=(2,))
 
 
-def _summary(report: CopyReport, state: str) -> str:
+def _summary(report: StepCopies, state: str) -> str:
     steps = [step for step in report.steps if step.state == state]
     total = sum(step.nbytes for step in steps)
     counts = [f"{plural(len(steps), 'step')} {state}, {nbytes(total)}"]
@@ -78,7 +78,7 @@ def _summary(report: CopyReport, state: str) -> str:
     return f"{', '.join(counts)}: {shown(report.path)}"
 
 
-def copy_json(report: CopyReport) -> dict[str, Any]:
+def copy_json(report: StepCopies) -> dict[str, Any]:
     """Return a copy as plain data; the layout is documented in docs/json.md."""
     steps = []
     for step in report.steps:

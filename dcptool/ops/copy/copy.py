@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dcptool.errors import DcptoolError, ItemError, UnsafePickleError, UnsupportedError
-from dcptool.ops.copy.step import DEFAULTS, CopyOptions, StepCopy, Watch, copy_step
+from dcptool.ops.copy.step import DEFAULTS, CopyOptions, CopyWatch, StepCopy, copy_step
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
 from dcptool.ops.verify.verify import verify
 from dcptool.runs.activity import exists
@@ -16,7 +16,7 @@ from dcptool.runs.directory import require_run, runs_at
 from dcptool.storage import Progress, join, locate
 
 
-class CopyReport(NamedTuple):
+class StepCopies(NamedTuple):
     """What was copied, or would be.
 
     Attributes:
@@ -55,7 +55,7 @@ def copy_steps(
     progress: Progress | None = None,
     expect: Callable[[int], None] | None = None,
     say: Callable[[str], None] | None = None,
-) -> CopyReport:
+) -> StepCopies:
     """Copy a step, byte for byte, from any storage to any other; of a run directory each complete step.
 
     Every CRC32 stored in it is checked and every file hashed while its bytes pass; what markers and manifests say of
@@ -85,11 +85,11 @@ def copy_steps(
     """
     began = time.perf_counter()
     path = os.fspath(target)
-    watch = Watch(progress, expect, say)
+    watch = CopyWatch(progress, expect, say)
     location = locate(source, options.also)
     if location.file is not None or not runs_at(location):
         done = copy_step(source, path, options, watch, dry_run=dry_run)
-        return CopyReport(location.path, done.path, False, (done,), time.perf_counter() - began)
+        return StepCopies(location.path, done.path, False, (done,), time.perf_counter() - began)
     run = require_run(location)
     if options.overwrite:
         raise UnsupportedError("--overwrite is for one step; of a run only steps are copied that the target has not")
@@ -101,10 +101,10 @@ def copy_steps(
         halves = tuple(half for folder in options.also if exists(half := join(folder, below)))
         halves = tuple(half for half in halves if half != verdict.path)
         steps.append(_of_run(verdict, join(path, verdict.name), options._replace(also=halves), watch, dry_run))
-    return CopyReport(run.path, path, True, tuple(steps), time.perf_counter() - began)
+    return StepCopies(run.path, path, True, tuple(steps), time.perf_counter() - began)
 
 
-def _of_run(verdict: Verdict, target: str, options: CopyOptions, watch: Watch, dry_run: bool) -> StepCopy:
+def _of_run(verdict: Verdict, target: str, options: CopyOptions, watch: CopyWatch, dry_run: bool) -> StepCopy:
     """Copy a step of a run if it is complete; one that turns out not to be is left, and others go on."""
     left = StepCopy(verdict.name, verdict.path, target, "left")
     if verdict.state is not State.COMPLETE and not (verdict.state is State.UNSAFE and options.trust):

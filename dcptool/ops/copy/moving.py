@@ -45,7 +45,7 @@ class Stopped(StorageError):
     """Another file failed: this one was not finished."""
 
 
-class _Part(NamedTuple):
+class _PartInMemory(NamedTuple):
     """A part of a file in memory, and the reading or writing of it that goes on."""
 
     start: int
@@ -173,9 +173,9 @@ class Mover:
 
     def _parts(self, name: str, nbytes: int, passing: PassingFile, target: PartSink | None, count: Progress) -> None:
         starts = deque(range(0, nbytes, self._part))
-        ahead: deque[_Part] = deque()
-        behind: deque[_Part] = deque()
-        at_hand: _Part | None = None
+        ahead: deque[_PartInMemory] = deque()
+        behind: deque[_PartInMemory] = deque()
+        at_hand: _PartInMemory | None = None
         try:
             while starts or ahead or behind:
                 self._require_going(name)
@@ -207,7 +207,7 @@ class Mover:
         name: str,
         nbytes: int,
         starts: deque[int],
-        ahead: deque[_Part],
+        ahead: deque[_PartInMemory],
         writing: bool,
     ) -> None:
         """Begin to read the next parts, as far as there are buffers; wait for one only if nothing is going on."""
@@ -217,7 +217,7 @@ class Mover:
                 return
             start = starts.popleft()
             piece = memoryview(buffer)[: min(self._part, nbytes - start)]
-            ahead.append(_Part(start, buffer, piece, self._io.submit(self._read, name, start, piece)))
+            ahead.append(_PartInMemory(start, buffer, piece, self._io.submit(self._read, name, start, piece)))
 
     def _buffer(self, wait_for_it: bool) -> bytearray | None:
         """Return a buffer, None if there is none just now."""
@@ -234,7 +234,7 @@ class Mover:
         self._require_going(name)
         self._again(name, lambda: self._source.read_into(name, start, piece))
 
-    def _write(self, name: str, target: PartSink, part: _Part) -> None:
+    def _write(self, name: str, target: PartSink, part: _PartInMemory) -> None:
         self._require_going(name)
         index = part.start // self._part
         if target.again:

@@ -18,7 +18,7 @@ from dcptool.checks.items import about
 from dcptool.checks.zips import damaged_record, opened
 from dcptool.errors import ItemError, MetadataError, UnsupportedError
 from dcptool.formats.digests import SHA256, Digesting
-from dcptool.ops.copy.survey import Held
+from dcptool.ops.copy.survey import ItemsOfFile
 from dcptool.ops.verify.vouched import Claim
 from dcptool.storage import Storage
 from dcptool.storage.stream import stream
@@ -58,7 +58,7 @@ class _Passing(Through):
         return self._storage.read(name, byte_offset, nbytes) if there is None else bytes(there)
 
 
-class _Stored:
+class _StoredSum:
     """A run of bytes of a file with the CRC32 it should have; `placed`: what it belongs to, None beside checkpoints."""
 
     __slots__ = ("end", "name", "placed", "start", "value", "wanted")
@@ -77,7 +77,7 @@ class _Stored:
 class _Items:
     """The items of one checkpoint in a file, in the order of their bytes."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: ItemsOfFile) -> None:
         self._held = held
         self._passing = _Passing(held.checkpoint.storage)
         self._source: Source = held.checkpoint.source.over(Window(self._passing))
@@ -87,10 +87,10 @@ class _Items:
         self.findings: list[Finding] = []
         self.n_records = 0
 
-    def begun(self, at: int, piece: memoryview) -> list[_Stored]:
+    def begun(self, at: int, piece: memoryview) -> list[_StoredSum]:
         """Return the records with a checksum of the items that begin in a piece at this offset."""
         self._passing.show(self._held.name, at, piece)
-        found: list[_Stored] = []
+        found: list[_StoredSum] = []
         while self._next < len(self._starts) and self._starts[self._next] < at + len(piece):
             placed = self._held.items.item(self._held.name, self._next)
             self._next += 1
@@ -105,7 +105,7 @@ class _Items:
             return True
         return False
 
-    def _records(self, placed: Placed) -> list[_Stored]:
+    def _records(self, placed: Placed) -> list[_StoredSum]:
         try:
             records = self._source.examine(placed.entry, placed.chunk, placed.item).records
             told = [record for record in records if record.crc32 is not None]
@@ -120,7 +120,7 @@ class _Items:
             return []
         self.n_records += len(told)
         base = placed.item.byte_offset
-        return [_Stored(base + one.byte_offset, one.nbytes, one.name, one.crc32 or 0, placed) for one in told]
+        return [_StoredSum(base + one.byte_offset, one.nbytes, one.name, one.crc32 or 0, placed) for one in told]
 
     def _unpack(self, placed: Placed, record: Record) -> None:
         """Check a record that the file holds compressed."""
@@ -150,12 +150,14 @@ class PassingFile:
         stored: what the target's store calls what was written of it.
     """
 
-    def __init__(self, storage: Storage, name: str, nbytes: int, held: Sequence[Held], claims: Sequence[Claim]) -> None:
+    def __init__(
+        self, storage: Storage, name: str, nbytes: int, held: Sequence[ItemsOfFile], claims: Sequence[Claim]
+    ) -> None:
         self._storage, self._name, self._nbytes = storage, name, nbytes
         self._claims = [claim for claim in claims if (claim.wanted.end or 0) <= nbytes]
         self._digesting = Digesting(nbytes, {SHA256, *(claim.wanted for claim in self._claims)})
         self._items = [_Items(one) for one in held]
-        self._open: list[_Stored] = []
+        self._open: list[_StoredSum] = []
         self._squeezed = False
         self._findings: list[Finding] = []
         self._n_beside = 0
@@ -205,15 +207,15 @@ class PassingFile:
             self._unzip()
         return found[SHA256]
 
-    def _wrong(self, stored: _Stored) -> Finding:
+    def _wrong(self, stored: _StoredSum) -> Finding:
         if stored.placed:
             return _wrong_crc(stored.placed, stored.name, stored.value, stored.wanted)
         message = f"{self._name}: {stored.name} has CRC32 {stored.value:08x}, stored is {stored.wanted:08x}"
         return Finding.of("damaged-side-file", message, self._name, next_step=_AGAIN)
 
-    def _members(self) -> list[_Stored]:
+    def _members(self) -> list[_StoredSum]:
         """Return the records of a zip beside the checkpoints that are stored as they are."""
-        found: list[_Stored] = []
+        found: list[_StoredSum] = []
         with stream(self._storage, self._name, self._nbytes) as file:
             archive = opened(file)
             members = archive.infolist() if archive else []
@@ -230,7 +232,7 @@ class PassingFile:
                     return []
                 *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(head)
                 start = member.header_offset + len(head) + name_nbytes + extra_nbytes
-                found.append(_Stored(start, member.file_size, member.filename, member.CRC, None))
+                found.append(_StoredSum(start, member.file_size, member.filename, member.CRC, None))
         self._n_beside = len(found)
         return sorted(found, key=lambda stored: stored.start)
 

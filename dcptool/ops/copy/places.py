@@ -27,7 +27,7 @@ from dcptool.words import listed
 _SAYS_SAVING = b"dcptool copy is writing this step\n"
 
 
-class Place(Protocol):
+class CopyPlace(Protocol):
     """Where a copy is written.
 
     Attributes:
@@ -77,7 +77,7 @@ class Place(Protocol):
         """Remove all of it. Never raises."""
 
 
-def place_at(path: str) -> Place:
+def place_at(path: str) -> CopyPlace:
     """Return the place of a copy with this path or URL.
 
     Raises:
@@ -106,7 +106,7 @@ def tidy(path: str) -> None:
 
 
 class LocalPlace:
-    """A folder on a file system; see `Place`."""
+    """A folder on a file system; see `CopyPlace`."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -169,7 +169,7 @@ class LocalPlace:
 
 
 class StorePlace:
-    """A prefix of an object store; see `Place`."""
+    """A prefix of an object store; see `CopyPlace`."""
 
     def __init__(self, path: str) -> None:
         self.path = self.written = path
@@ -238,7 +238,7 @@ def _same_version(one: str, other: str) -> bool:
 
 
 def _require(path: str, there: Mapping[str, DirEntry], moved: Mapping[str, Moved]) -> None:
-    """Refuse a listing that is not of these files; see `Place.require_all`."""
+    """Refuse a listing that is not of these files; see `CopyPlace.require_all`."""
     for name in sorted(there.keys() ^ moved.keys()):
         what = "is not there any more" if name in moved else "is no file of this copy"
         raise StorageError(f"{join(path, name)} {what}: somebody else writes there", next_step=_AGAIN)

@@ -19,7 +19,7 @@ from dcptool.formats.table import is_metadata
 from dcptool.ops.copy.journal import STORE_NAME, Moved
 from dcptool.ops.copy.moving import Mover, memory_nbytes, n_threads, part_of
 from dcptool.ops.copy.passing import PassingFile
-from dcptool.ops.copy.places import Place, place_at, tidy, unfinished_at
+from dcptool.ops.copy.places import CopyPlace, place_at, tidy, unfinished_at
 from dcptool.ops.copy.retrying import Retrying
 from dcptool.ops.copy.survey import Survey, refusal, require_copyable, survey
 from dcptool.ops.replacing import replaced
@@ -52,7 +52,7 @@ class CopyOptions(NamedTuple):
 DEFAULTS = CopyOptions()
 
 
-class Watch(NamedTuple):
+class CopyWatch(NamedTuple):
     """Who is told how a copy goes on, on any thread.
 
     Attributes:
@@ -66,7 +66,7 @@ class Watch(NamedTuple):
     say: Callable[[str], None] | None = None
 
 
-NOBODY = Watch()
+NOBODY = CopyWatch()
 
 
 class StepCopy(NamedTuple):
@@ -108,7 +108,7 @@ def copy_step(
     source: str | os.PathLike[str],
     target: str,
     options: CopyOptions = DEFAULTS,
-    watch: Watch = NOBODY,
+    watch: CopyWatch = NOBODY,
     *,
     dry_run: bool = False,
     quick: bool = False,
@@ -224,7 +224,7 @@ def _is_begun(target: str) -> bool:
 class _Copying:
     """One copy of one step."""
 
-    def __init__(self, found: Survey, target: str, options: CopyOptions, watch: Watch) -> None:
+    def __init__(self, found: Survey, target: str, options: CopyOptions, watch: CopyWatch) -> None:
         self._found, self._target, self._options, self._watch = found, target, options, watch
         self._again = Retrying(watch.say or (lambda text: None))
         remote = is_url(target) or is_url(found.path)
@@ -281,7 +281,7 @@ class _Copying:
     def _names(self) -> set[str]:
         return {*self._found.files, self._options.marker}
 
-    def _go_on(self, place: Place) -> None:
+    def _go_on(self, place: CopyPlace) -> None:
         """Find what an earlier run copied, and say how much there is to do.
 
         What makes a copy look complete goes if it, or anything else before it, has to be copied anew.
@@ -300,10 +300,10 @@ class _Copying:
         if self._watch.expect:
             self._watch.expect(self._found.nbytes - self._kept_nbytes)
 
-    def _delete(self, place: Place, name: str) -> None:
+    def _delete(self, place: CopyPlace, name: str) -> None:
         self._again(name, lambda: place.storage.delete(name))
 
-    def _move_all(self, mover: Mover, place: Place) -> None:
+    def _move_all(self, mover: Mover, place: CopyPlace) -> None:
         """Copy what is not there; the files that make it look complete only when all is known to be sound."""
         found = self._found
         mover.all(
@@ -323,7 +323,7 @@ class _Copying:
         self._require_sound()
         self._again(found.path, found.require_unchanged)
 
-    def _move(self, mover: Mover, place: Place, name: str) -> None:
+    def _move(self, mover: Mover, place: CopyPlace, name: str) -> None:
         entry = self._found.listing[name]
         passing = mover.move(
             name, entry.nbytes, lambda: self._passing(name), lambda: place.sink(name, entry, self._part)
@@ -351,7 +351,7 @@ class _Copying:
             self._again(self._found.path, self._found.require_unchanged)  # a save into the same place looks like damage
             raise refusal(self._found.path, wrong, State(state_of(wrong)))
 
-    def _publish(self, place: Place) -> None:
+    def _publish(self, place: CopyPlace) -> None:
         """Write the marker, last of all, and give the copy its name."""
         self._again(place.path, lambda: place.require_all(self._moved))
         marker, name = self._marker(), self._options.marker

@@ -36,7 +36,7 @@ _WHAT = {
 _TRUST = "--trust takes it all the same."
 
 
-class Held(NamedTuple):
+class ItemsOfFile(NamedTuple):
     """A checkpoint that has items in a file, and the name of the file in it."""
 
     checkpoint: Checkpoint
@@ -97,14 +97,14 @@ class Survey:
         return sum(self.listing[name].nbytes for name in self.files)
 
     @cached_property
-    def held(self) -> Mapping[str, Sequence[Held]]:
+    def held(self) -> Mapping[str, Sequence[ItemsOfFile]]:
         """For each file the checkpoints that have items in it."""
-        found: dict[str, list[Held]] = {}
+        found: dict[str, list[ItemsOfFile]] = {}
         for part in (report.name for report in self.verdict.parts):
             checkpoint = open_part(self.location, part)
             items = FileItems(checkpoint)
             for name in items.files:
-                found.setdefault(f"{part}/{name}" if part else name, []).append(Held(checkpoint, items, name))
+                found.setdefault(f"{part}/{name}" if part else name, []).append(ItemsOfFile(checkpoint, items, name))
         return found
 
     @cached_property
