@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from dcptool.errors import DcptoolError, ItemError, UnsafePickleError, UnsupportedError
+from dcptool.errors import CheckpointNotFoundError, DcptoolError, ItemError, UnsafePickleError, UnsupportedError
 from dcptool.ops.copy.step import DEFAULTS, CopyOptions, CopyWatch, StepCopy, copy_step
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
 from dcptool.ops.verify.verify import verify
@@ -34,8 +34,8 @@ class StepCopies(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Whether all steps are there now, but those that are still being written."""
-        return all(step.state != "left" or step.reason.startswith(_WRITING) for step in self.steps)
+        """Whether all steps are there now, but those that are still being written, or were deleted meanwhile."""
+        return all(step.state != "left" or step.reason.startswith(_NO_FAILURE) for step in self.steps)
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +43,8 @@ class StepCopies(NamedTuple):
         return sum(step.nbytes - step.kept_nbytes for step in self.steps if step.state == "copied")
 
 
-_WRITING = State.IN_PROGRESS.value
+_NO_FAILURE = (State.IN_PROGRESS.value, "gone")
+"""How the reasons begin for which a step may be left."""
 
 
 def copy_steps(
@@ -113,6 +114,10 @@ def _of_run(verdict: Verdict, target: str, options: CopyOptions, watch: CopyWatc
         return copy_step(verdict.path, target, options, watch, dry_run=dry_run, quick=True)
     except (ItemError, UnsafePickleError) as error:
         return left._replace(reason=_in_short(error))
+    except CheckpointNotFoundError:
+        if exists(verdict.path):
+            raise
+        return left._replace(reason="gone: it was deleted meanwhile")
 
 
 def _in_short(error: DcptoolError) -> str:

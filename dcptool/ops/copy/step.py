@@ -135,7 +135,7 @@ def copy_step(
     found = survey(source, options.also, options.marker, options.threads)
     result = StepCopy(base_name(found.path), found.path, target, "there", _sizes(found), found.nbytes)
     taken = _taken(found, target, options)
-    if taken and is_there(found, target, options.marker, quick=quick):
+    if (taken or options.overwrite) and is_there(found, target, options.marker, quick=quick):
         if not dry_run:
             tidy(target)
         return result._replace(seconds=time.perf_counter() - began)
