@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dcptool.checkpoint.findings import Finding, errors, state_of
 from dcptool.copying.publishing import require_place
 from dcptool.errors import CheckpointNotFoundError, ItemError, OutputExistsError, StorageError, UnsafePickleError
-from dcptool.formats.digests import SHA256, sha256
+from dcptool.formats.digests import sha256
 from dcptool.formats.marker import FOREIGN, NAME, Marker, marked_as, marker_problems
 from dcptool.formats.table import is_metadata
 from dcptool.ops.copy.journal import STORE_NAME, Moved
@@ -144,6 +144,7 @@ def copy_step(
     require_copyable(found, options.trust)
     notes = [replaced(target, "dcp")] if options.overwrite else []
     notes += [f"the marker {options.marker} is written, for it has none" * (found.verdict.marker is None)]
+    notes += found.notes
     result = result._replace(notes=tuple(filter(None, notes)))
     copying = _Copying(found, target, options, watch)
     done = copying.planned(result) if dry_run else copying.run(result)
@@ -182,12 +183,12 @@ def is_there(found: Survey, target: str, marker: str, *, quick: bool = False) ->
 
 
 def _is_same(found: Survey, name: str, digest: str | None, quick: bool) -> bool:
-    claimed = [claim.value for claim in found.claims.get(name, ()) if claim.wanted == SHA256]
-    if digest is None or claimed:
-        return digest is None or digest in claimed
-    nbytes = found.listing[name].nbytes
-    if quick and nbytes > SMALL_NBYTES and not is_metadata(name):
+    """Tell whether a file of the source has a SHA-256; metadata is read, whatever a marker says that may be older."""
+    nbytes, claimed = found.listing[name].nbytes, found.sha256_claims(name)
+    if digest is None:
         return True
+    if not is_metadata(name) and (claimed or (quick and nbytes > SMALL_NBYTES)):
+        return not claimed or claimed == {digest}
     return sha256(found.location.storage, name, nbytes) == digest
 
 
@@ -208,8 +209,7 @@ def _taken(found: Survey, target: str, options: CopyOptions) -> OutputExistsErro
     except OutputExistsError as error:
         inside = join(target.rstrip("/"), base_name(found.path))
         hint = f"To copy it into that folder: {inside}" if base_name(target) != base_name(found.path) else ""
-        told = error.saying(error.message, next_step=hint or error.next_step)
-        return told if isinstance(told, OutputExistsError) else error
+        return OutputExistsError(error.message, next_step=hint or error.next_step)
     return None
 
 
@@ -291,7 +291,7 @@ class _Copying:
         for name in found.files:
             is_last = name in last
             kept = None if is_last and len(self._moved) < n_before else place.kept(name, found.listing[name])
-            if kept:
+            if kept and found.sha256_claims(name) <= {kept.sha256}:
                 self._moved[name] = kept
                 self._kept_nbytes += kept.nbytes
             elif is_last:

@@ -14,6 +14,7 @@ from dcptool.checkpoint.kinds import Effect
 from dcptool.checks.check import Level
 from dcptool.errors import ItemError, StorageError, UnsafePickleError, UnsupportedError
 from dcptool.formats.detect import find_parts, open_part
+from dcptool.formats.digests import SHA256
 from dcptool.formats.marker import NAME
 from dcptool.formats.table import is_metadata, vouching
 from dcptool.ops.verify.judge import judge
@@ -21,7 +22,7 @@ from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
 from dcptool.ops.verify.vouched import Claim, claims_of
 from dcptool.runs.activity import list_files
 from dcptool.storage import DirEntry, Location, locate
-from dcptool.words import cut_lines
+from dcptool.words import cut_lines, listed
 
 MAX_TOLD = 20
 MAX_STEPS = 2
@@ -116,6 +117,16 @@ class Survey:
         for claim in claims_of(self.location, sizes, parts, self.marker):
             found.setdefault(claim.file, []).append(claim)
         return found
+
+    def sha256_claims(self, name: str) -> set[str]:
+        """Return what marker and manifests say that the SHA-256 of a file is."""
+        return {claim.value for claim in self.claims.get(name, ()) if claim.wanted == SHA256}
+
+    @property
+    def notes(self) -> list[str]:
+        """What of the step is not copied, one sentence each."""
+        left = sorted(self.location.storage.links().keys() - self.listing.keys())
+        return [f"not copied, for they lead to folders or nowhere: the links {listed(left, 5)}"] if left else []
 
     def require_unchanged(self) -> None:
         """Refuse a step that somebody wrote to while it was read: half of it may be of another save.

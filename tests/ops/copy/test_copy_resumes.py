@@ -19,7 +19,7 @@ import pytest
 
 import dcptool
 from dcptool.checks.check import Level
-from dcptool.errors import StorageError
+from dcptool.errors import ItemError, StorageError
 from dcptool.ops.copy.copy import copy_steps
 from dcptool.ops.copy.step import CopyOptions
 from dcptool.ops.verify.verdict import VerifyOptions
@@ -158,6 +158,17 @@ class TestDoubtful:
         _, journal = stopped(step, tmp_path / "out")
         journal.write_bytes(content)
         assert self.finished(step, tmp_path / "out") == 0
+
+    def test_what_a_marker_denies(self, step, tmp_path):
+        """A marker that came after the first run says that the file was another: it is read again, and refused."""
+        stopped(step, tmp_path / "out")
+        dcptool.mark_complete(step, checksums=True)
+        document = json.loads((step / "_COMPLETE").read_text())
+        document["sha256"]["state_0.bin"] = "0" * 64
+        (step / "_COMPLETE").write_text(json.dumps(document))
+        with pytest.raises(ItemError, match=r"state_0\.bin is not what _COMPLETE lists"):
+            copy_steps(step, tmp_path / "out")
+        assert os.listdir(tmp_path) == ["run"]
 
     def test_another_source(self, step, tmp_path):
         stopped(step, tmp_path / "out")

@@ -97,6 +97,15 @@ def test_a_step_of_a_trainer_with_all_that_lies_in_it(step, tmp_path):
     assert times == {OLD}  # a copy does not make a step newer
 
 
+def test_links_that_are_left_out_are_named(step, tmp_path):
+    os.symlink(tmp_path, step / "elsewhere")
+    os.symlink("nowhere", step / "dangling")
+    (step / "real").symlink_to("data/order.txt")
+    done = copy_steps(step, tmp_path / "out").steps[0]
+    assert "not copied, for they lead to folders or nowhere: the links dangling, elsewhere" in done.notes
+    assert sorted(os.listdir(tmp_path / "out")) == sorted({*os.listdir(step), "_COMPLETE"} - {"elsewhere", "dangling"})
+
+
 def test_nothing_is_under_the_final_name_until_all_is(step, tmp_path):
     target = tmp_path / "out"
     seen = []
@@ -290,6 +299,14 @@ class TestSomethingIsThere:
         assert done.returncode == 0
         assert "there already, the same step" in done.stdout
         assert {file: file.stat().st_ctime_ns for file in (tmp_path / "out").rglob("*")} == before
+
+    def test_metadata_is_compared_whatever_a_marker_says(self, step, tmp_path):
+        """The step was saved again in its place, and nobody marked it."""
+        dcptool.mark_complete(step, checksums=True)
+        copy_steps(step, tmp_path / "out")
+        flip_byte(step / ".metadata", 20_000)
+        with pytest.raises(OutputExistsError):
+            copy_steps(step, tmp_path / "out")
 
     @pytest.mark.parametrize("change", ["bytes", "longer", "more", "less", "unmarked", "no checksums"])
     def test_not_quite_the_same(self, step, tmp_path, change):
