@@ -214,6 +214,46 @@ def test_a_full_disk(step, tmp_path, monkeypatch, code, call):
     assert sorted(os.listdir(tmp_path)) == ["out", "run"]
 
 
+@pytest.fixture
+def disk(tmp_path):
+    """A disk of 9 MB, where one can be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if shutil.which("mount") is None or os.geteuid():
+        pytest.skip("only root mounts a disk")
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=9m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(done.stderr.decode())
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_real_disk_is_full(step, disk):
+    """Before anything is written, if that shows; else when somebody else fills it meanwhile."""
+    ballast = disk / "ballast"
+    ballast.write_bytes(bytes(4 * MIB))
+    with pytest.raises(StorageError, match="not enough space"):
+        copy_steps(step, disk / "out")
+    assert os.listdir(disk) == ["ballast"]
+    ballast.unlink()
+
+    def progress(nbytes: int) -> None:
+        if not ballast.exists():
+            with open(ballast, "wb", buffering=0) as file:
+                file.write(bytes(4 * MIB))
+
+    with pytest.raises(StorageError, match=r"state_\d\.bin: No space left on device"):
+        copy_steps(step, disk / "out", CopyOptions(threads=1), progress=progress)
+    assert not (disk / "out").exists()
+    ballast.unlink()
+    done = copy_steps(step, disk / "out").steps[0]  # there is no room for what was copied and all of it once more
+    assert done.kept_nbytes >= MIB
+    assert is_wrong(step, disk / "out") == ""
+    assert os.listdir(disk) == ["out"]
+
+
 def test_what_may_pass_is_tried_again_and_said(step, tmp_path, monkeypatch, no_waiting):
     original, failures = LocalStorage.read_into, {"state_0.bin": 2, "state_1.bin": 1}
 
