@@ -143,9 +143,7 @@ def copy_step(
         raise taken
     require_copyable(found, options.trust)
     notes = [replaced(target, "dcp")] if options.overwrite else []
-    notes += [f"the marker {options.marker} is written, for it has none" * (found.verdict.marker is None)]
-    notes += found.notes
-    result = result._replace(notes=tuple(filter(None, notes)))
+    result = result._replace(notes=tuple(filter(None, [*notes, *found.notes])))
     copying = _Copying(found, target, options, watch)
     done = copying.planned(result) if dry_run else copying.run(result)
     return done._replace(seconds=time.perf_counter() - began)
