@@ -21,8 +21,6 @@ from dcptool.ops.verify.verdict import VerifyOptions
 from tests.conftest import FOREIGN, OLD, ROOT
 from tests.ops.copy.test_copy_stores import contents
 
-pytestmark = pytest.mark.torchfree
-
 DRIVER = textwrap.dedent(
     """
     import json, os, signal, sys, threading

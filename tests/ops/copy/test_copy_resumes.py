@@ -32,7 +32,6 @@ from tests.ops.copy.test_copy_stores import contents, store_contents
 SOURCE = FOREIGN / "xver_t2130"
 MIB = 1 << 20
 N_LARGE = 6
-pytestmark = pytest.mark.torchfree
 
 
 @pytest.fixture
