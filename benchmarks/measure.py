@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -72,6 +73,23 @@ def compare(ours: Sequence[str], theirs: Sequence[str], n_runs: int) -> tuple[Si
         run(command)
     pairs = [(run(ours), run(theirs)) for _ in range(n_runs)]
     return Side(tuple(pair[0] for pair in pairs)), Side(tuple(pair[1] for pair in pairs))
+
+
+def compare_inside(ours: Sequence[str], theirs: Sequence[str], n_runs: int) -> tuple[dict[str, Side], dict[str, Side]]:
+    """Run two jobs in turn that measure themselves; return both sides by the names of what they measured.
+
+    A job prints, as its last line, a JSON object of `{"seconds": [one per round], "nbytes": peak memory}` by name.
+    """
+    found: tuple[dict[str, list[Run]], dict[str, list[Run]]] = ({}, {})
+    for _ in range(n_runs):
+        for command, runs in zip((ours, theirs), found, strict=True):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(command)} exited {done.returncode}:\n{done.stderr[-2000:]}")
+            for name, measured in json.loads(done.stdout.strip().splitlines()[-1]).items():
+                runs.setdefault(name, []).extend(Run(seconds, measured["nbytes"]) for seconds in measured["seconds"])
+    ours_found, theirs_found = ({name: Side(tuple(runs)) for name, runs in side.items()} for side in found)
+    return ours_found, theirs_found
 
 
 def _sample(root: int, peak: list[int], done: threading.Event) -> None:

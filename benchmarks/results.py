@@ -102,9 +102,9 @@ def cells(result: Result) -> list[str]:
     low, high = result.ratios
     return [
         row.what + (", in memory" if result.medium == "memory" else ""),
-        f"{result.ours.seconds:.2f} s",
+        _seconds(result.ours),
         row.against,
-        f"{result.theirs.seconds:.2f} s",
+        _seconds(result.theirs),
         f"{result.ratio:.3f} ({low:.3f}–{high:.3f})",
         "" if row.goal_seconds is None else f"≤ {row.goal_seconds:.3f}",
         f"{result.ours.nbytes / 1e6:,.0f} MB",
@@ -112,6 +112,10 @@ def cells(result: Result) -> list[str]:
         f"{result.ours.nbytes / result.theirs.nbytes:.2f}",
         "" if row.goal_nbytes is None else f"≤ {row.goal_nbytes:.2f}",
     ]
+
+
+def _seconds(side: Side) -> str:
+    return f"{side.seconds:.{2 if side.seconds >= 0.1 else 3}f} s"
 
 
 def markdown(results: Sequence[Result]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ class Row(NamedTuple):
         what, against: in words.
         goal_seconds, goal_nbytes: the ratio ours/theirs to reach, None where there is no goal.
         commands: makes the checkpoint in a cache folder, returns our command and theirs.
+        measures: of a row of training, the names of what both jobs measure of themselves.
     """
 
     what: str
@@ -30,6 +32,7 @@ class Row(NamedTuple):
     goal_seconds: float | None
     goal_nbytes: float | None
     commands: Callable[[Path], tuple[list[str], list[str]]]
+    measures: tuple[str, str] | None = None
 
 
 def _inspect(path: Path, *options: str) -> tuple[list[str], list[str]]:
@@ -90,20 +93,6 @@ def _copy(mib: int) -> Callable[[Path], tuple[list[str], list[str]]]:
         out, other = cache / "out.copy", cache / "out.other"
         ours = f"rm -rf {out}; {sys.executable} -m dcptool copy --quiet {source} {out}"
         return ["sh", "-c", ours], ["sh", "-c", f"rm -rf {other}; cp -r {source} {other} && sync {other}/*"]
-
-    return commands
-
-
-def _load(mib: int, n_ranks: int) -> Callable[[Path], tuple[list[str], list[str]]]:
-    """A full `dcp.load` through our reader, and through torch's; both processes import torch."""
-
-    def commands(cache: Path) -> tuple[list[str], list[str]]:
-        path = checkpoints.make("model", cache, mib, 0)
-        command = [sys.executable]
-        if n_ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
-        command += ["-m", "benchmarks.load_model", str(path)]
-        return [*command, "dcptool"], [*command, "torch"]
 
     return commands
 
@@ -179,8 +168,6 @@ ROWS = {
     ),
     "copy-1024m": Row("`copy`, 1,024 MiB", COPY, 1.2, None, _copy(1024)),
     "diff-1024m": Row("`diff` with a copy, 1,024 MiB", "`cmp`", None, None, _diff(1024)),
-    "load-1-rank": Row("`training.Reader`, 1,024 MiB, 1 rank", "`FileSystemReader`", None, None, _load(1024, 1)),
-    "load-4-ranks": Row("`training.Reader`, 1,024 MiB, 4 ranks", "`FileSystemReader`", None, None, _load(1024, 4)),
     "reshard-8": Row(
         "`reshard` 4 → 8 ranks, 1,024 MiB",
         "torchrun 8 × `dcp.load`, `dcp.save`",
@@ -204,6 +191,42 @@ ROWS = {
     },
 }
 
+TRAINING = {"train-1-rank": 1, "train-4-ranks": 4}
+"""Jobs of training, each of which measures several rows: how many ranks they have."""
+N_ROUNDS = 3
+"""How often a job of training does each thing it measures, in one run."""
+
+
+def training_commands(cache: Path, n_ranks: int) -> tuple[list[str], list[str]]:
+    """Return the commands that run a job of training with our saves and loads, and with torch's."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
+    job = ["env", "OMP_NUM_THREADS=1", *launch, "-m", "benchmarks.training_job"]
+    rest = [str(cache / "job"), str(N_ROUNDS)]
+    return [*job, "dcptool", *rest], [*job, "torch", *rest]
+
+
+_MEASURED = (
+    ("save", "`save`", "`dcp.save`", 1.05, "save", "save"),
+    ("return", "`async_save` returns", "`dcp.async_save`", 0.15, "return", "return"),
+    ("next", "the step after `async_save`", "`dcp.async_save`", None, "next", "next"),
+    ("stall", "`async_save`, training stalls", "`dcp.async_save`", 0.3, "stall", "stall"),
+    ("total", "`async_save` until saved", "`dcp.async_save`", None, "total", "total"),
+    ("return-stager", "`async_save` returns", "`async_save`, `DefaultStager`", None, "return", "return-stager"),
+    ("stall-stager", "`async_save`, training stalls", "`async_save`, `DefaultStager`", None, "stall", "stall-stager"),
+    ("total-stager", "`async_save` until saved", "`async_save`, `DefaultStager`", None, "total", "total-stager"),
+    ("load", "`dcp.load`, `Reader`", "`FileSystemReader`", 0.25, "load", "load"),
+    ("restore", "`restore`", "`dcp.load`, `set_state_dict`", None, "restore", "restore"),
+)
+
+for group, n_ranks in TRAINING.items():
+    ranks = f"604 MB, {n_ranks} rank{'s'[: n_ranks > 1]}"
+    for key, what, against, goal, *both in _MEASURED:
+        commands = partial(training_commands, n_ranks=n_ranks)
+        ROWS[f"{group}-{key}"] = Row(f"{what}, {ranks}", against, goal, None, commands, (both[0], both[1]))
+
+TRAINING_OF = {row: group for group in TRAINING for row in ROWS if row.startswith(f"{group}-")}
+"""Which job measures a row of training."""
+
 MAIN = (
     "inspect-small",
     "inspect-1m",
@@ -214,6 +237,12 @@ MAIN = (
     "dcp-torch",
     "reshard-8",
     "reshard-48",
+    "train-1-rank-save",
+    "train-1-rank-return",
+    "train-1-rank-stall",
+    "train-1-rank-load",
+    "train-4-ranks-save",
+    "train-4-ranks-load",
 )
 """The rows whose goals the project has set itself."""
 

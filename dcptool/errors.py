@@ -106,10 +106,13 @@ class OutputExistsError(DcptoolError, FileExistsError):
 class TrainingError(DcptoolError, RuntimeError):
     """A training job could not save or restore; every rank raises it, with what went wrong on which.
 
-    `unreadable`: a file system or store would not give something out, which may be whole.
+    `unreadable`: a file system or store would not give something out, which may be whole. `stopped`: a rank was told to
+    end, by Ctrl-C, sys.exit or a signal, which says nothing of what it did. `untouched`: the job is what it was.
     """
 
     unreadable = False
+    stopped = False
+    untouched = False
 
 
 class WorkerError(DcptoolError, RuntimeError):

@@ -24,7 +24,9 @@ class Outcome(NamedTuple):
     error: str
 
 
-def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Outcome]:
+def run_ranks(
+    count: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120, group: bool = True
+) -> list[Outcome]:
     """Call `function(rank, *arguments)` in one process per rank, which form a gloo group if there are several.
 
     Args:
@@ -32,10 +34,11 @@ def run_ranks(count: int, function: Callable[..., Any], *arguments: Any, timeout
         function: of a module; what it returns is pickled.
         arguments: pickled too.
         timeout: seconds after which what still runs is killed: its code is None then.
+        group: whether they form a group.
     """
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            _SERVER.Process(target=_rank, args=(rank, count, folder, function, arguments))
+            _SERVER.Process(target=_rank, args=(rank, count if group else 0, folder, function, arguments))
             for rank in range(max(count, 1))
         ]
         for process in processes:

@@ -26,6 +26,7 @@ from dcptool.checks.files import file_problems, mixed_times
 from dcptool.checks.finite import NotFinite, not_finite_problems
 from dcptool.checks.items import Depth, ItemReport, Tally, item_problems
 from dcptool.checks.paths import path_problems
+from dcptool.checks.split import Split, alone
 from dcptool.errors import LayoutError
 from dcptool.storage import Progress
 
@@ -67,6 +68,7 @@ def check(
     written: Mapping[str, float] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    split: Split = alone,
 ) -> CheckReport:
     """Check one open checkpoint.
 
@@ -77,6 +79,7 @@ def check(
         written: file name → when it was last written, seconds since the epoch, to see files of two saves.
         threads: how many read at the same time; default: the number of processors.
         progress: told the number of bytes as they are read.
+        split: does the work on items, here or in several processes.
 
     Returns:
         All findings. An undamaged checkpoint has no errors; what no level can prove is said as notes.
@@ -95,7 +98,7 @@ def check(
     if level >= Level.RECORDS:
         problems = [problem for problem in problems if problem.kind != "unsupported-item"]  # which is told of each
         wanted = Depth(level >= Level.DEEP, finite)
-        looked = item_problems(checkpoint, by_file, wanted, threads or os.cpu_count() or 1, progress)
+        looked = item_problems(checkpoint, by_file, wanted, threads or os.cpu_count() or 1, progress, split)
         problems += looked.problems
     if level >= Level.DEEP:
         problems += replica_problems(checkpoint)

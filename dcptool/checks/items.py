@@ -29,6 +29,7 @@ from dcptool.checks.finite import (
     merged,
     views_inside,
 )
+from dcptool.checks.split import Split, alone
 from dcptool.errors import DcptoolError, ItemError, RunsCodeError, StorageError, UnsupportedError
 from dcptool.storage import Progress
 from dcptool.storage.window import Window
@@ -92,7 +93,12 @@ class ItemRange(NamedTuple):
 
 
 def item_problems(
-    checkpoint: Checkpoint, by_file: FileItems, wanted: Depth, threads: int, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    by_file: FileItems,
+    wanted: Depth,
+    threads: int,
+    progress: Progress | None = None,
+    split: Split = alone,
 ) -> ItemReport:
     """Examine every item; if it is wanted, read every byte of it, check every checksum and look at every value.
 
@@ -102,6 +108,7 @@ def item_problems(
         wanted: how closely to look.
         threads: how many read at the same time.
         progress: told the bytes as they are read.
+        split: does the work on pieces of files, here or in several processes.
 
     Returns:
         What is wrong, in the order of files and bytes, and the rest; see `ItemReport`.
@@ -114,13 +121,16 @@ def item_problems(
     def run(items: ItemRange) -> ItemReport:
         return _Scan(checkpoint, by_file, wanted, progress, stop).run(items)
 
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            done = list(pool.map(run, ranges))
-        except BaseException:  # Ctrl-C: what runs ends at its next piece, what waits does not begin
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    def run_all(mine: Sequence[ItemRange]) -> list[ItemReport]:
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                return list(pool.map(run, mine))
+            except BaseException:  # Ctrl-C: what runs ends at its next piece, what waits does not begin
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    done = split(run_all, ranges)
     tally = Tally()
     by_name: dict[str, list[Finding]] = {}
     for items, looked in zip(ranges, done, strict=True):

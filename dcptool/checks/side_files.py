@@ -17,6 +17,7 @@ from dcptool.checkpoint.findings import Finding, cannot_be_read, errors, how_to_
 from dcptool.checkpoint.kinds import Effect, Severity
 from dcptool.checks.check import CheckReport, Level, check
 from dcptool.checks.files import GET_LFS_FILES
+from dcptool.checks.split import Split, alone
 from dcptool.errors import DcptoolError, MetadataError, RunsCodeError, StorageError
 from dcptool.formats.dcp.format import data_file_rank
 from dcptool.formats.detect import open_part
@@ -82,6 +83,7 @@ def look_at(
     threads: int | None,
     vouched_for: Collection[str] = (),
     finite: bool = False,
+    split: Split = alone,
 ) -> SideFiles:
     """Look at files beside the checkpoints of a step.
 
@@ -93,6 +95,7 @@ def look_at(
         threads: how many read at the same time; None for the number of processors.
         vouched_for: files that a marker or a manifest has a digest of.
         finite: at level DEEP, whether the values of tensors in files of torch.save are looked at.
+        split: does the work on files from level RECORDS on, here or in several processes.
     """
     names = sorted(files)
     known = [
@@ -103,8 +106,13 @@ def look_at(
     if known:
         from dcptool.copying.pool import Pool
 
-        with Pool(threads) as pool:
-            found = dict(pool.run(lambda name: _look_at(storage, name, files[name], level, finite), known))
+        def look_at_all(mine: Sequence[str]) -> list[_FileReport]:
+            with Pool(threads) as pool:
+                return [
+                    look for _, look in pool.run(lambda name: _look_at(storage, name, files[name], level, finite), mine)
+                ]
+
+        found = dict(zip(known, (split if level >= Level.RECORDS else alone)(look_at_all, known), strict=True))
     unproven = [name for name in names if name not in vouched_for and (name not in found or not found[name].proven)]
     findings = tuple(finding for look in found.values() for finding in look.problems)
     not_finite = tuple(name for look in found.values() for name in look.not_finite)

@@ -73,6 +73,8 @@ class Cadence(NamedTuple):
         save_seconds: median of what training waited for a save; of the whole save where that is not recorded.
         interval_seconds: median training time between two saves.
         step_seconds: median training time of one step.
+        nbytes: median bytes of a save.
+        bytes_per_second: median of how fast one was written, in the background or not.
     """
 
     path: str
@@ -81,6 +83,8 @@ class Cadence(NamedTuple):
     save_seconds: float | None
     interval_seconds: float | None
     step_seconds: float | None
+    nbytes: int | None = None
+    bytes_per_second: float | None = None
 
 
 def optimal_interval(
@@ -186,6 +190,8 @@ def read_cadence(run_dir: str | os.PathLike[str], marker: str = NAME) -> Cadence
             found.append((run.number(name) or 0, read))
     saves = [one.save_seconds if one.blocked_seconds is None else one.blocked_seconds for _, one in found]
     save = _median(seconds for seconds in saves if seconds is not None)
+    sizes = [(sum(one.files.values()), one.save_seconds) for _, one in found if one.files]
+    nbytes = _median(size for size, _ in sizes)
     gaps = []
     for (step, before), (later, after) in pairwise(found):
         began, ended = _time(before), _time(after)
@@ -198,6 +204,8 @@ def read_cadence(run_dir: str | os.PathLike[str], marker: str = NAME) -> Cadence
         save,
         _median(seconds for seconds, _ in gaps),
         _median(seconds / count for seconds, count in gaps if seconds and count > 0),
+        None if nbytes is None else round(nbytes),
+        _median(size / seconds for size, seconds in sizes if seconds),
     )
 
 

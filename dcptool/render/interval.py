@@ -6,7 +6,7 @@ from typing import Any
 
 from dcptool.ops.interval import Cadence, Choice, IntervalReport
 from dcptool.render.text import table
-from dcptool.words import plural, shown
+from dcptool.words import nbytes, plural, shown
 
 SCHEMA = 1
 _NAMES = {"daly": "optimum (Daly)", "young": "optimum (Young)", "cadence": "as the run saves", "given": "--interval"}
@@ -54,7 +54,9 @@ def _told(cadence: Cadence) -> str:
     markers = f"{plural(cadence.n_markers, 'marker')} of {plural(cadence.n_steps, 'step')}"
     save = "" if cadence.save_seconds is None else f", saves of {duration(cadence.save_seconds)}"
     every = "" if cadence.interval_seconds is None else f", {duration(cadence.interval_seconds)} between them"
-    return f"{markers}{save}{every}"
+    size = "" if cadence.nbytes is None else f"{nbytes(cadence.nbytes)} each"
+    rate = "" if cadence.bytes_per_second is None else f", {nbytes(round(cadence.bytes_per_second))}/s"
+    return f"{markers}{save}{f' ({size}{rate})' if save and size else ''}{every}"
 
 
 def duration(seconds: float) -> str:

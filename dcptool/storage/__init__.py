@@ -46,6 +46,7 @@ __all__ = [
     "join",
     "locate",
     "parent",
+    "remember_options",
     "storage_at",
     "walk",
     "write_pieces",
@@ -129,12 +130,32 @@ def storage_at(url: str) -> FsspecStorage:
     return FsspecStorage(filesystem, url.rstrip("/"), path)
 
 
+_OPTIONS: dict[str, Mapping[str, Any]] = {}
+"""By URL, what the file systems take of what lies below, where nothing else is said."""
+
+
+def remember_options(url: str, options: Mapping[str, Any]) -> None:
+    """Open what lies at a URL and below with these options from now on, whoever in this process asks for it.
+
+    Args:
+        url: of a run directory.
+        options: what the fsspec file system takes, such as `anon` or `endpoint_url`.
+    """
+    _OPTIONS[url.rstrip("/")] = options
+
+
+def _options_of(url: str) -> Mapping[str, Any]:
+    known = [root for root in _OPTIONS if url == root or url.startswith(f"{root}/")]
+    return _OPTIONS[max(known, key=len)] if known else {}
+
+
 def _filesystem(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
+    options = _options_of(url) if options is None else options
     try:
         with translated(url):
-            filesystem, path = url_to_fs(url, **(options or {}))
+            filesystem, path = url_to_fs(url, **options)
             filesystem.invalidate_cache()
     except (ImportError, ValueError) as error:
         extra = _URL_EXTRAS.get(url.split(":", 1)[0])

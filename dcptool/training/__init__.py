@@ -12,6 +12,7 @@ try:
 except ImportError as error:
     raise UnsupportedError(f"dcptool.training needs torch ({error}): pip install 'dcptool[torch]'") from error
 
+from dcptool.training.events import SaveResult
 from dcptool.training.loading import PerRank
 from dcptool.training.manager import CheckpointManager
 from dcptool.training.reader import Reader
@@ -19,4 +20,4 @@ from dcptool.training.restoring import Restored
 from dcptool.training.rng import RandomState
 from dcptool.training.state import TrainState
 
-__all__ = ["CheckpointManager", "PerRank", "RandomState", "Reader", "Restored", "TrainState"]
+__all__ = ["CheckpointManager", "PerRank", "RandomState", "Reader", "Restored", "SaveResult", "TrainState"]

@@ -53,6 +53,7 @@ class Demands(NamedTuple):
         optional: names of the state that a checkpoint need not have.
         ignored: names in the checkpoint that are nobody's, and meant to be.
         frozen: parameters of the job that are not trained.
+        other: that the optimizers are of other classes, "" if they are not.
     """
 
     own: Flat
@@ -60,6 +61,7 @@ class Demands(NamedTuple):
     optional: frozenset[str] = frozenset()
     ignored: Callable[[str], bool] = lambda name: False
     frozen: frozenset[str] = frozenset()
+    other: str = ""
 
 
 def fit(checkpoint: Checkpoint, demands: Demands, ranks: Ranks, strict: bool) -> tuple[LoadList, list[str]]:
@@ -175,8 +177,11 @@ def _let_pass(
         of_model = [name for name in demands.own.values if name.startswith(_MODEL)]
         if of_model and not any(name in wanted.names for name in of_model):
             nothing = ["no entry of the model is in the checkpoint under its name: nothing of it would be loaded"]
+    optional = {name.rpartition(".")[2] for name in demands.optional}
+    unexpected = [name for name in unexpected if not (report.alignment and name.rpartition(".")[2] in optional)]
     minor = [
         *_renamed(report),
+        *([demands.other] if demands.other and (missing or unexpected) else []),
         *_missing(missing, checkpoint),
         *_unexpected(unexpected, demands.frozen),
         *_some("{}", [_words(found) for found in differences if found.kind == "dtype"]),
@@ -187,7 +192,7 @@ def _let_pass(
         *_some("{}", [finding.message for finding in report.unreadable]),
     ]
     if major or (strict and minor):
-        raise LayoutError("; ".join([*major, *minor]), next_step=_way_out(report, checkpoint.path, bool(major)))
+        raise LayoutError("; ".join([*major, *minor]) + ".", next_step=_way_out(report, checkpoint.path, bool(major)))
     return minor
 
 

@@ -11,12 +11,13 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 from dcptool.errors import DcptoolError, StorageError, TrainingError
 from dcptool.runs.lease import NAME, Lease, mine, parse, read_lease
-from dcptool.storage import FsspecStorage, LocalStorage, is_url, storage_at
+from dcptool.storage import FsspecStorage, LocalStorage, is_url, remember_options, storage_at
 from dcptool.storage.base import translated
 from dcptool.training.writing import FULL
 
@@ -156,6 +157,32 @@ class RunLease:
                 if not said:
                     logger.warning("the lease of %s was not renewed: %s", self.root, error)
                 said = True
+
+
+class LeaseWatch:
+    """Looks in another process whether a lease is still its owner's; can be pickled.
+
+    Args:
+        root: the run directory.
+        owner: id of the lease.
+        options: what the file system of a URL takes.
+    """
+
+    def __init__(self, root: str, owner: str, options: Mapping[str, Any] | None = None) -> None:
+        self._root, self._owner, self._options = root, owner, options
+
+    def __call__(self) -> None:
+        """Look.
+
+        Raises:
+            TrainingError: somebody has taken it over, or it is gone.
+            StorageError: it cannot be read.
+        """
+        if self._options and is_url(self._root):
+            remember_options(self._root, self._options)
+        found = read_lease(storage_at(self._root) if is_url(self._root) else LocalStorage(self._root))
+        if found is None or found.id != self._owner:
+            raise TrainingError(f"{self._root} was taken over: {found.holder() if found else 'its lease is gone'}")
 
 
 def _now() -> float:

@@ -23,7 +23,7 @@ from dcptool.formats.detect import open_checkpoint
 from dcptool.training.fit import Demands, LoadList, fit, is_alike
 from dcptool.training.objects import ObjectLoader
 from dcptool.training.optimizers import loading
-from dcptool.training.rank_local import Flat
+from dcptool.training.rank_local import PREFIX, Flat
 from dcptool.training.ranks import Ranks, sendable
 from dcptool.training.reader import Reader
 from dcptool.training.state import CLASSES, MODEL, OPTIM, UNSTARTED, JobState, TrainState
@@ -66,9 +66,17 @@ def load(checkpoint: Checkpoint, state: JobState, objects: ObjectLoader, ranks: 
     Raises:
         TrainingError: it does not fit, or cannot be loaded; the optimizer is what it was.
     """
-    tree = ranks.agree("the state of this job", lambda: state.tree(apart=True))
-    own = Flat(*flatten(tree))
-    wanted, ignored = fit(checkpoint, _demands(checkpoint, state, own), ranks, strict)
+
+    def here() -> tuple[dict[str, Any], Flat]:
+        tree = state.tree(apart=True)
+        return tree, Flat(*flatten(tree))
+
+    try:
+        tree, own = ranks.agree("the state of this job", here)
+        wanted, ignored = fit(checkpoint, _demands(checkpoint, state, own), ranks, strict)
+    except TrainingError as error:
+        error.untouched = True
+        raise
     values = _loaded(checkpoint, own, wanted, objects, ranks)
     values |= {name: own.values[name] for name in wanted.kept}
     paths = {**own.paths, **wanted.paths}
@@ -88,6 +96,22 @@ def load_model(checkpoint: Checkpoint, state: TrainState, objects: ObjectLoader,
     wanted, _ = fit(checkpoint, demands, ranks, True)
     values = _loaded(checkpoint, own, wanted, objects, ranks)
     ranks.agree("taking it over", lambda: state.load_model(nested(values, wanted.paths)[MODEL]))
+
+
+class Saving(NamedTuple):
+    """A state that is being saved.
+
+    Attributes:
+        state: whose it is.
+        own: it.
+        written: what this rank writes of it.
+        is_new: whether names or kinds are not those of the save before: then it is seen whether it could be restored.
+    """
+
+    state: JobState
+    own: Flat
+    written: Flat
+    is_new: bool
 
 
 def require_restorable(path: str, own: Flat, state: JobState, objects: ObjectLoader, ranks: Ranks) -> None:
@@ -120,17 +144,23 @@ def _put_together(checkpoint: Checkpoint, own: Flat, wanted: LoadList, objects: 
 
 def _demands(checkpoint: Checkpoint, state: JobState, own: Flat) -> Demands:
     mine = {name for name in own.values if own.paths[name][0] in state.per_rank}
-    same = _classes(checkpoint, CLASSES) == own.values.get(CLASSES)
+    saved, here = _classes(checkpoint, CLASSES), own.values.get(CLASSES)
     optional = frozenset({*mine, UNSTARTED, CLASSES})
-    return Demands(own, state.opener(own, same), optional, partial(_is_of_rank, checkpoint), state.frozen)
+    other = (
+        f"saved with {' and '.join(saved)}, here it is {' and '.join(here)}" if saved and here and saved != here else ""
+    )
+    return Demands(
+        own, state.opener(own, saved == here), optional, partial(_is_of_rank, checkpoint), state.frozen, other
+    )
 
 
-def _classes(checkpoint: Checkpoint, name: str) -> Any:
-    """Return the classes of the optimizers that were saved; nothing of the checkpoint is executed."""
+def _classes(checkpoint: Checkpoint, name: str) -> list[str] | None:
+    """Return the classes of the optimizers that were saved, None if they are not known; executes nothing."""
     try:
-        return checkpoint.value(name) if name in checkpoint else None
+        found = checkpoint.value(name) if name in checkpoint else None
     except DcptoolError:
         return None
+    return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else None
 
 
 def _is_no_weight(name: str) -> bool:
@@ -229,7 +259,7 @@ def _per_rank(checkpoint: Checkpoint, wanted: LoadList, names: Sequence[str], ra
     saved: dict[str, set[int]] = {name: set() for name in names}
     for fqn in checkpoint:
         match = _OF_RANK.match(fqn)
-        if match and _is_of_rank(checkpoint, fqn) and not fqn.startswith("rank_local."):
+        if match and _is_of_rank(checkpoint, fqn) and not fqn.startswith(f"{PREFIX}."):
             saved.setdefault(match[1], set()).add(int(match[2]))
     today = set(range(ranks.world_size))
     found = [_what_became(name, of, today if name in names else set()) for name, of in saved.items()]

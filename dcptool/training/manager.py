@@ -9,45 +9,33 @@ import logging
 import math
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import Any
 
 from dcptool.errors import TrainingError
-from dcptool.storage import is_url, join
-from dcptool.training.lease import RunLease
-from dcptool.training.loading import require_restorable
+from dcptool.storage import is_url, join, remember_options
+from dcptool.training.events import OnSave, SaveResult, announce
+from dcptool.training.lease import LeaseWatch, RunLease
+from dcptool.training.loading import Saving, require_restorable
 from dcptool.training.objects import ObjectLoader
-from dcptool.training.rank_local import Flat, RankLocal
+from dcptool.training.options import Choice, Choices
+from dcptool.training.processes import SavingProcess, wants_process
+from dcptool.training.rank_local import Flat, RankLocal, Share
 from dcptool.training.ranks import Ranks
 from dcptool.training.restoring import Job, Restored, is_step_of, load_model_only, restore_chosen, restore_newest
 from dcptool.training.saving import Keeping, Times, clear_unfinished, make_room, mark_saved, step_name, tidy
+from dcptool.training.signals import StopSignals
 from dcptool.training.staging import Stager
 from dcptool.training.state import UNSTARTED, JobState, TrainState, as_state
+from dcptool.training.stopping import LastSave, seconds_of
 from dcptool.training.tree import flatten
-from dcptool.training.writing import write
+from dcptool.training.writing import Writing
 
 logger = logging.getLogger("dcptool.training")
-
-
-class _Saving(NamedTuple):
-    """A state that is being saved.
-
-    Attributes:
-        state: whose it is.
-        own: it.
-        written: what this rank writes of it.
-        is_new: whether names or kinds are not those of the save before: then it is seen whether it could be restored.
-    """
-
-    state: JobState
-    own: Flat
-    written: Flat
-    is_new: bool
 
 
 class CheckpointManager:
@@ -67,6 +55,18 @@ class CheckpointManager:
         keep: how many of the newest complete steps are kept; None keeps all.
         archive_every: steps whose number is a multiple of this are kept too.
         stop_on: signals that make `should_stop` true; the handlers there were before are called too.
+        stop_within: seconds, or a timedelta, after the first of them in which the job must have ended: the save that
+            comes then is its last, is not made in the background, and is left out if it would come too late.
+        on_save: called with a `SaveResult` when a step is marked, on rank 0, after `async_save` by its thread. It must
+            use no collectives; what it raises is logged, and the step stays.
+        writer: options of torch's `FileSystemWriter` (of `FsspecWriter` for a URL), such as `{"thread_count": 2}`; or a
+            function that makes a new writer for a path.
+        planner: options of torch's `DefaultSavePlanner`; or a function that makes a new planner.
+        stager: options of torch's `StagingOptions`; or a function that makes one of torch's `AsyncStager`s.
+        async_checkpointer_type: what writes for `async_save`: "thread", "process" or torch's `AsyncCheckpointerType`.
+        storage_options: what the fsspec file system of a URL takes; this process then uses them for all of the run.
+        process_group: the manager is made, and called, on the ranks of this group only; they hold all of the state.
+            Whatever its backend is, gloo groups of the same ranks are used.
         timeout: how long a rank waits for the others, None for torch's half hour.
         lease_seconds: how long a lease lasts that is not renewed (it is, six times in that time), and the longest that
             the first save waits for another job to end.
@@ -86,6 +86,14 @@ class CheckpointManager:
         archive_every: int | None = None,
         *,
         stop_on: tuple[signal.Signals, ...] = (signal.SIGTERM,),
+        stop_within: float | timedelta | None = None,
+        on_save: OnSave | None = None,
+        writer: Choice = None,
+        planner: Choice = None,
+        stager: Choice = None,
+        async_checkpointer_type: Any = "thread",
+        storage_options: Mapping[str, Any] | None = None,
+        process_group: Any = None,
         timeout: timedelta | None = None,
         lease_seconds: float = 60.0,
         adopt: bool = False,
@@ -98,20 +106,27 @@ class CheckpointManager:
         path = os.fspath(root)
         self.root = path if is_url(path) else os.path.abspath(path.removeprefix("file://"))
         self._keeping = Keeping(keep, archive_every, adopt, set())
-        self._ranks = Ranks(timeout)
-        self._upload_ranks = Ranks(timeout)  # of the background thread: two threads must not share a group
-        self._stager = Stager()
+        if storage_options is not None and is_url(self.root):
+            remember_options(self.root, storage_options)
+        choices = Choices(writer, planner, storage_options)
+        choices.check(self.root)
+        apart = wants_process(async_checkpointer_type)
+        self._stager = Stager(stager, shared=apart)
+        within = seconds_of(stop_within)
+        self._ranks = Ranks(timeout, process_group)
+        self._upload_ranks = Ranks(timeout, process_group)  # of the thread: two threads must not share a group
+        self._writing = Writing(choices, SavingProcess(stop_on) if apart else None)
+        self._on_save = on_save
         self._lease = RunLease(self.root, lease_seconds)
         self._left_over = True  # there may be something of saves that did not finish
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcptool-save")
         self._uploading: Future[str] | None = None
         self._resumed_from: int | None = None
-        self._signalled = False
-        self._handlers: dict[signal.Signals, Any] = {}
         self._closed = False
         self._rank_local = RankLocal()
         self._objects = ObjectLoader(safe_globals)
-        self._listen(stop_on)
+        self._last_save = LastSave(self._ranks)
+        self._signals = StopSignals(stop_on, within)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -128,6 +143,9 @@ class CheckpointManager:
     def save(self, step: int, state: TrainState | dict[str, Any]) -> str:
         """Save a step and return its path, once it is marked.
 
+        With `stop_within`, after `should_stop` was true: if a save is still on its way and there is no time for another
+        one after it, this one is left out, with a warning, and the path is that of the save that was finished.
+
         Args:
             step: its number, the same on all ranks.
             state: a TrainState; or a dict as `dcp.save` takes it, of things with `state_dict` and of plain values.
@@ -136,14 +154,10 @@ class CheckpointManager:
             TrainingError: it was not saved, or the save before it was not; on every rank, with what went wrong where.
         """
         began = time.perf_counter()
+        if (instead := self._last_save.finished_instead(step, self._uploading, self.wait)) is not None:
+            return instead
         path, job_state = self._begin(step, state)
-        saving = self._state_of(job_state, path)
-
-        def times() -> Times:
-            seconds = time.perf_counter() - began
-            return Times(seconds, seconds)
-
-        self._write(path, step, saving, self._ranks, times)
+        self._write(path, step, self._state_of(job_state, path), began)
         return path
 
     def async_save(self, step: int, state: TrainState | dict[str, Any]) -> Future[str]:
@@ -151,7 +165,7 @@ class CheckpointManager:
 
         Where torch has `DefaultStager`, the state is copied in the background too, and the next `optimizer.step()`
         waits until that is done; whatever else changes weights or buffers must call `wait_staged` first. With an older
-        torch it is copied before this returns.
+        torch it is copied before this returns. A last save, with `stop_within`, is made as `save` makes it.
 
         Returns:
             A future of the path: done when the step is marked and older ones are deleted. It need not be waited for:
@@ -160,6 +174,10 @@ class CheckpointManager:
         Raises:
             TrainingError: as `save`, and if the save before this one failed.
         """
+        if self._last_save.is_due:
+            done: Future[str] = Future()
+            done.set_result(self.save(step, state))
+            return done
         began = time.perf_counter()
         path, job_state = self._begin(step, state)
         saving = self._state_of(job_state, path)
@@ -168,17 +186,16 @@ class CheckpointManager:
             staged = self._ranks.agree(
                 f"{path} was not saved", lambda: self._stager.stage(values, job_state.optimizers)
             )
+            if not job_state.optimizers:  # nothing tells when the state is about to change
+                self._stager.wait()
         except BaseException:
             self._stager.done()
             raise
         self._stager.blocked_seconds = time.perf_counter() - began
 
         def upload() -> str:
-            ranks = self._upload_ranks
-            copied = saving._replace(written=Flat(ranks.agree(f"{path} was not saved", staged), paths))
-            self._write(
-                path, step, copied, ranks, lambda: Times(time.perf_counter() - began, self._stager.blocked_seconds)
-            )
+            copied = Flat(self._upload_ranks.agree(f"{path} was not saved", staged), paths)
+            self._write(path, step, saving._replace(written=copied), began, in_background=True)
             return path
 
         self._uploading = self._thread.submit(upload)
@@ -261,13 +278,14 @@ class CheckpointManager:
         self._require_open()
         save = self._uploading
         failed = save is not None and save.done() and save.exception() is not None
-        told = self._ranks.gather((self._signalled, failed, self._lease.lost))
-        if any(failed for _, failed, _ in told):
+        told = self._ranks.gather((self._signals.told, failed, self._lease.lost, self._signals.seconds_left()))
+        self._last_save.is_in([left for *_, left in told if left is not None])
+        if any(failed for _, failed, *_ in told) and not self._last_save.is_due:
             self.wait()
-        lost = next((lost for _, _, lost in told if lost), "")
+        lost = next((lost for _, _, lost, _ in told if lost), "")
         if lost:
             raise TrainingError(lost)
-        return any(stop for stop, _, _ in told)
+        return any(stop for stop, *_ in told)
 
     def close(self) -> None:
         """Finish the save in the background, give everything back; can be called again.
@@ -282,18 +300,24 @@ class CheckpointManager:
         finally:
             self._release()
             self._stager.close()
+            self._writing.close()
             for ranks in (self._ranks, self._upload_ranks):
                 ranks.close()
 
     def _begin(self, step: int, given: TrainState | dict[str, Any]) -> tuple[str, JobState]:
         """Finish the save before, and make room for a step; return its path, and what is saved."""
         self.wait()
-        wanted = self._ranks.gather((step, self.root))
+        path = join(self.root, step_name(step) if type(step) is int else str(step))
+        states: list[JobState] = []
+
+        def given_here() -> tuple[int, str]:
+            states.append(as_state(given))
+            return step, self.root
+
+        wanted = self._ranks.share(f"{path} was not saved", given_here)
         if type(step) is not int or step < 0 or len(set(wanted)) != 1:
             said = ", ".join(f"rank {rank}: step {step} in {root}" for rank, (step, root) in enumerate(wanted))
             raise TrainingError(f"all ranks must save one step, a number from 0 on, in one directory; {said}")
-        path = join(self.root, step_name(step))
-        state = self._ranks.agree(f"{path} was not saved", lambda: as_state(given))
 
         def prepare() -> str:
             self._lease.hold(lambda: clear_unfinished(self.root))
@@ -304,30 +328,42 @@ class CheckpointManager:
             return self._lease.id
 
         self._lease.join(self._ranks.on_first(f"{path} was not saved", prepare))
-        return path, state
+        return path, states[0]
 
-    def _state_of(self, state: JobState, path: str) -> _Saving:
+    def _state_of(self, state: JobState, path: str) -> Saving:
         """Return the state to save: what is not the same on all ranks, each rank saves under a name of its own."""
-        what = f"{path} was not saved"
-        own = self._ranks.agree(what, lambda: Flat(*flatten(state.tree())))
-        unstarted = own.values.get(UNSTARTED, ())
-        written = self._rank_local.arrange(own, state.per_rank, unstarted, self._ranks, what)
-        return _Saving(state, own, written, self._rank_local.changed)
 
-    def _write(self, path: str, step: int, saving: _Saving, ranks: Ranks, times: Callable[[], Times]) -> None:
+        def share() -> Share:
+            flat = Flat(*flatten(state.tree()))
+            return Share.of(flat, state.per_rank, flat.values.get(UNSTARTED, ()))
+
+        whole, written = self._rank_local.arrange(share, self._ranks, f"{path} was not saved")
+        return Saving(state, whole.flat, written, self._rank_local.changed)
+
+    def _write(self, path: str, step: int, saving: Saving, began: float, *, in_background: bool = False) -> None:
         """Write a step, mark it once all ranks have, and delete older ones; in whichever thread."""
-        values, paths = saving.written
-        ranks.agree(f"{path} was not saved", lambda: write(values, paths, path, ranks.group, self._lease.confirm))
+        ranks = self._upload_ranks if in_background else self._ranks
+        apart = in_background and self._writing.process is not None
+        watch = LeaseWatch(self.root, self._lease.id, self._writing.choices.storage_options)
+        begun = time.perf_counter()
+        self._writing.write(saving.written, path, ranks, watch if apart else self._lease.confirm, apart)
+        seconds = time.perf_counter() - began
+        told = ranks.gather((seconds, self._stager.blocked_seconds if in_background else seconds))
+        blocked = tuple(blocked for _, blocked in told)
+        times = Times(max(seconds for seconds, _ in told), max(blocked))
         if saving.is_new:
             require_restorable(path, saving.own, saving.state, self._objects, ranks)
 
-        def finish() -> None:
-            mark_saved(path, step, ranks.world_size, times(), self._resumed_from, self._lease.confirm)
+        def finish() -> int:
+            marker = mark_saved(path, step, ranks.world_size, times, self._resumed_from, self._lease.confirm)
             self._left_over = False
-            logger.info("saved %s", path)
             tidy(self.root, step, self._keeping)
+            return sum(marker.files.values())
 
-        ranks.on_first(f"{path} was not marked", finish)
+        nbytes = ranks.on_first(f"{path} was not marked", finish)
+        self._last_save.took(time.perf_counter() - begun)
+        if ranks.rank == 0:
+            announce(SaveResult(step, path, nbytes, times.save_seconds, blocked), self._on_save)
 
     def _finish_upload(self) -> None:
         """Wait for the thread in the background; nothing is on its way afterwards, also if it failed."""
@@ -339,27 +375,10 @@ class CheckpointManager:
         finally:
             self._stager.done()
 
-    def _listen(self, signals: tuple[signal.Signals, ...]) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            if signals:
-                logger.warning("no signal is listened to: the manager was not made in the main thread")
-            return
-        for number in signals:
-            self._handlers[number] = signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True  # no lock: the handler may interrupt itself
-        before = self._handlers.get(signal.Signals(number))
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
-
     def _release(self) -> None:
         """Give signals, thread and memory back without waiting."""
         self._closed = True
-        for number, before in self._handlers.items():
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, before if before is not None else signal.SIG_DFL)
-        self._handlers = {}
+        self._signals.close()
         self._thread.shutdown(wait=False)
         if self._uploading is None:
             self._lease.release()

@@ -56,13 +56,14 @@ def filled(optimizers: Sequence[Optimizer]) -> Iterator[list[Values]]:
 
 @contextmanager
 def loading(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Let torch load states without a step first; if that fails, each optimizer has what it had before."""
+    """Let torch load states as they are, without a step first; if that fails, each optimizer has what it had before."""
     before = [(dict(optimizer.state), [dict(group) for group in optimizer.param_groups]) for optimizer in optimizers]
     for optimizer in optimizers:
         if not optimizer.state:
             optimizer.state[_PLACEHOLDER] = {"": 0}
     try:
-        yield
+        with _keeping_dtypes():
+            yield
     except BaseException:
         for optimizer, (state, groups) in zip(optimizers, before, strict=True):
             _reset(optimizer, state)
@@ -72,6 +73,29 @@ def loading(optimizers: Sequence[Optimizer]) -> Iterator[None]:
         for parameter in [parameter for parameter, values in optimizer.state.items() if not values]:
             del optimizer.state[parameter]
         optimizer.state.pop(_PLACEHOLDER, None)
+
+
+@contextmanager
+def _keeping_dtypes() -> Iterator[None]:
+    """Let optimizers load their state in the dtype that it has; torch casts it to the parameter's.
+
+    That rounds float32 moments of bfloat16 parameters, and makes numbers of the codes of 8-bit optimizers.
+    """
+    name = "_process_value_according_to_param_policy"
+    real: Any = getattr(Optimizer, name, None)
+    if real is None:
+        yield
+        return
+
+    def keep(param: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = real(param, value, *args, **kwargs)
+        return made if made.dtype == value.dtype else value.to(device=made.device)
+
+    setattr(Optimizer, name, staticmethod(keep))
+    try:
+        yield
+    finally:
+        setattr(Optimizer, name, staticmethod(real))
 
 
 def _reset(optimizer: Optimizer, state: dict[Any, Values]) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import io
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +44,27 @@ class Flat(NamedTuple):
     paths: dict[str, Path]
 
 
+class Share(NamedTuple):
+    """What one rank has to save.
+
+    Attributes:
+        flat: its state.
+        names: of what may be another rank's too: no DTensor, nor what is per rank already; sorted.
+        blank: parameters that were never stepped on this rank.
+    """
+
+    flat: Flat
+    names: tuple[str, ...]
+    blank: frozenset[str]
+
+    @staticmethod
+    def of(flat: Flat, apart: Collection[str], unstarted: Iterable[str]) -> Share:
+        """Return the share of a rank, of whose state some groups at the top are per rank already."""
+        values = sorted(flat.values.items(), key=lambda pair: pair[0])
+        names = (name for name, value in values if flat.paths[name][0] not in apart and _is_plain(value))
+        return Share(flat, tuple(names), frozenset(unstarted))
+
+
 class RankLocal:
     """Tells, save by save, which values are not the same on all ranks. Called by all ranks in the same order.
 
@@ -56,34 +77,38 @@ class RankLocal:
         self._known: bytes | None = None
         self._local: set[str] = set()
 
-    def arrange(self, flat: Flat, apart: Iterable[str], unstarted: Iterable[str], ranks: Ranks, what: str) -> Flat:
-        """Return what this rank shall save.
+    def arrange(self, state: Callable[[], Share], ranks: Ranks, what: str) -> tuple[Share, Flat]:
+        """Return what there is to save, and what this rank shall save of it.
 
         Args:
-            flat: the state.
-            apart: groups at the top that are per rank already.
-            unstarted: parameters that were never stepped on this rank.
+            state: returns what this rank has; called once.
             ranks: all of them.
             what: is tried, for errors.
         """
-        left_out, blank = set(apart), set(unstarted)
-        names = tuple(
-            sorted(
-                name for name, value in flat.values.items() if flat.paths[name][0] not in left_out and _is_plain(value)
-            )
-        )
-        kinds = _hash(f"{name} {_kind(value)}" for name, value in sorted(flat.values.items(), key=lambda pair: pair[0]))
-        glance = ranks.agree(what, lambda: self._glance(flat, names, blank) if ranks.world_size > 1 else b"")
-        told = ranks.gather((kinds != self._known, _hash(names), _hash(sorted(blank)), glance))
-        self.changed = any(changed for changed, *_ in told)
-        self._known = kinds
-        if ranks.world_size == 1:
-            return flat
-        if not self.changed and len(set(told)) == 1:  # then no value began to differ, and rank 0 has all there are
-            return _moved(flat, self._local if ranks.rank else (), ranks.rank)
-        return self._looked(flat, names, blank, ranks, what)
+        shares: list[Share] = []
+        kinds: list[bytes] = []
 
-    def _glance(self, flat: Flat, names: Iterable[str], blank: set[str]) -> bytes:
+        def first() -> tuple[Any, ...]:
+            shares.append(state())
+            values = shares[0].flat.values
+            kinds.append(_hash(f"{name} {_kind(values[name])}" for name in sorted(values)))
+            return kinds[0] != self._known, *(() if ranks.world_size == 1 else self._first_look(shares[0]))
+
+        told = ranks.share(what, first)
+        share = shares[0]
+        self.changed = any(changed for changed, *_ in told)
+        self._known = kinds[0]
+        if ranks.world_size == 1:
+            return share, share.flat
+        if not self.changed and len(set(told)) == 1:  # then no value began to differ, and rank 0 has all there are
+            return share, _moved(share.flat, self._local if ranks.rank else (), ranks.rank)
+        return share, self._looked(share, ranks, what)
+
+    def _first_look(self, share: Share) -> tuple[bytes, bytes, bytes]:
+        """Return digests of the names of what may differ, of what is blank, and of a sample of the values."""
+        return _hash(share.names), _hash(sorted(share.blank)), self._glance(share.flat, share.names, share.blank)
+
+    def _glance(self, flat: Flat, names: Iterable[str], blank: frozenset[str]) -> bytes:
         """Return a digest of a sample of all values that may begin to differ."""
         values = {name: flat.values[name] for name in names if name not in self._local}
         values = {name: value for name, value in values.items() if not _is_blank(flat.paths[name], blank)}
@@ -97,8 +122,9 @@ class RankLocal:
         parts = (_bytes_of(torch.cat(samples), True) for samples in together.values())
         return _hash([*(crc32(part).to_bytes(4, "little") for part in parts), *_parts(rest, False)])
 
-    def _looked(self, flat: Flat, names: tuple[str, ...], blank: set[str], ranks: Ranks, what: str) -> Flat:
+    def _looked(self, share: Share, ranks: Ranks, what: str) -> Flat:
         """Compare the digests of all values, and return what this rank shall save."""
+        flat, names, blank = share.flat, share.names, share.blank
 
         def digests() -> np.ndarray[Any, Any]:
             found = (
@@ -181,7 +207,7 @@ def _is_plain(value: Any) -> bool:
     return not isinstance(value, DTensor | ShardedTensor)
 
 
-def _is_blank(path: Path, unstarted: set[str]) -> bool:
+def _is_blank(path: Path, unstarted: frozenset[str]) -> bool:
     return path[:2] == ("optim", "state") and path[2] in unstarted
 
 

@@ -153,9 +153,11 @@ def restore_newest(root: str, state: JobState, job: Job) -> Restored | None:
         try:
             return _restore(found.step, found.path, state, job)._replace(skipped=tuple(skipped))
         except TrainingError as error:
+            if error.stopped:
+                raise
             if error.unreadable:
                 raise error.saying(f"{found.path} could not be read: {error}", next_step=_WAIT) from error
-            tried = True
+            tried |= not error.untouched
             before = found.name
             skipped.append((found.path, str(error)))
             _warn(ranks, f"{found.path} was not restored: {error}")

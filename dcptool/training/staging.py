@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from dcptool.errors import UnsupportedError
+from dcptool.training.options import Choice, require_choice
+
 try:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 except ImportError:
-    DefaultStager = None
+    DefaultStager = StagingOptions = None
 
 logger = logging.getLogger("dcptool.training")
 Tree = dict[str, Any]
@@ -27,18 +30,34 @@ class Stager:
     """Copies one state after the other; the optimizers it belongs to wait with their next step until it is copied.
 
     `blocked_seconds` adds up how long they, and whoever called, waited for the last one.
+
+    Args:
+        choice: options of torch's `StagingOptions`, or a function that makes one of torch's `AsyncStager`s.
+        shared: copy to memory that another process can use.
+
+    Raises:
+        TypeError, ValueError: these options are not possible.
+        UnsupportedError: this torch has no options.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, choice: Choice = None, shared: bool = False) -> None:
         self.blocked_seconds = 0.0
+        self._choice, self._shared = choice, shared
         self._stager: Any = None
         self._copying: Future[Tree] | None = None
         self._hooks: list[Any] = []
-        self._said = False
+        self._said = self._failed = False
+        if not callable(choice) and (choice is not None or StagingOptions is not None):
+            _options(choice, shared)  # only to see whether they are possible
 
     def stage(self, tree: Tree, optimizers: Sequence[Optimizer]) -> Callable[[], Tree]:
-        """Begin to copy a state, and return what waits for the copy; where torch cannot, copy it now."""
-        if DefaultStager is None:
+        """Begin to copy a state, and return what waits for the copy; where torch cannot, copy it now.
+
+        Raises:
+            UnsupportedError: it holds what cannot be copied so.
+        """
+        _require_stageable(tree)
+        if DefaultStager is None and not callable(self._choice):
             if not self._said:
                 logger.warning(
                     "torch %s has no DefaultStager: states are copied before training goes on", torch.__version__
@@ -46,12 +65,25 @@ class Stager:
                 self._said = True
             copied = _copied(tree)
             return lambda: copied
+        if self._failed:
+            self.close()  # what it keeps from one copy to the next may be why
+        self._failed = True  # until it is copied
         if self._stager is None:
-            self._stager = DefaultStager(_options())
-        copying: Future[Tree] = self._stager.stage(tree)
-        self._copying = copying
-        self._hooks = [optimizer.register_step_pre_hook(lambda *_: self.wait()) for optimizer in optimizers]
-        return copying.result
+            made = self._choice() if callable(self._choice) else DefaultStager(_options(self._choice, self._shared))
+            self._stager = made
+        staged = self._stager.stage(tree)
+        if isinstance(staged, Future):
+            self._copying = staged
+            self._hooks = [optimizer.register_step_pre_hook(lambda *_: self.wait()) for optimizer in optimizers]
+        elif getattr(self._stager, "should_synchronize_after_execute", False):
+            self._stager.synchronize_staging()
+
+        def copied_tree() -> Tree:
+            found: Tree = staged.result() if isinstance(staged, Future) else staged
+            self._failed = False
+            return found
+
+        return copied_tree
 
     def wait(self) -> None:
         """Wait until the state is copied; if that failed, the save says so."""
@@ -77,15 +109,50 @@ class Stager:
             self._stager = None
 
 
-def _options() -> Any:
+def _options(choice: Choice, shared: bool) -> Any:
     """Return how to copy here; by default torch asks for pinned memory and streams, which a CPU has not."""
+    if StagingOptions is None:
+        raise UnsupportedError(f"torch {torch.__version__} has no StagingOptions: stager= takes a function there")
+    require_choice("stager", choice, StagingOptions)
     accelerated = torch.cuda.is_available()
-    return StagingOptions(
-        use_pinned_memory=accelerated,
-        use_shared_memory=False,  # the writer is a thread of this process
-        use_async_staging=True,
-        use_non_blocking_copy=accelerated,
-    )
+    options = {
+        "use_pinned_memory": accelerated,
+        "use_shared_memory": shared,
+        "use_async_staging": True,
+        "use_non_blocking_copy": accelerated,
+    }
+    options |= choice if isinstance(choice, Mapping) else {}
+    if shared and not options["use_shared_memory"]:
+        raise ValueError("another process can only write what is staged with use_shared_memory")
+    if not torch.accelerator.is_available():
+        for name in ("use_pinned_memory", "use_non_blocking_copy"):
+            if options[name]:
+                raise ValueError(f"stager={{{name!r}: True}} needs an accelerator, and this machine has none")
+    return StagingOptions(**options)
+
+
+def _require_stageable(tree: Tree) -> None:
+    """Refuse the tensors of FSDP1 without a device mesh: torch stages none of them.
+
+    Raises:
+        UnsupportedError: says what to do.
+    """
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    if any(isinstance(value, ShardedTensor) for value in _leaves(tree)):
+        raise UnsupportedError(
+            "FullyShardedDataParallel (FSDP1) without device_mesh gives ShardedTensors, which torch cannot copy in the"
+            " background",
+            next_step="Pass it device_mesh=init_device_mesh(…), or use fully_shard; or call save, not async_save.",
+        )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def _copied(value: Any) -> Any:

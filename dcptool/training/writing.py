@@ -3,121 +3,261 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from dcptool.errors import StorageError
-from dcptool.storage import is_url
-from dcptool.training.ranks import sendable
+from dcptool.training.options import Choices
+from dcptool.training.processes import SavingProcess, require_picklable
+from dcptool.training.rank_local import Flat
+from dcptool.training.ranks import Ranks, sendably
 from dcptool.training.tree import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk, or a quota, says that has no room."""
 _AS_GOOD_AS_FULL_NBYTES = 1 << 20
+_CACHES = (
+    "_cached_save_plan",
+    "_cached_all_plans",
+    "_cached_global_plan",
+    "_cached_metadata",
+    "_cached_final_save_plan",
+)
 
 
-def write(
-    values: dict[str, Any],
-    paths: Mapping[str, Path],
-    path: str,
-    group: Any,
-    still_ours: Callable[[], None] = lambda: None,
-) -> None:
-    """Write a state with torch, on all ranks of a group.
+class Writing:
+    """Writes one state after the other with torch, in this process or, on request, in one beside it.
 
     Args:
-        values: by name, as torch.distributed.checkpoint takes them.
-        paths: of these names in the nested state, for the metadata.
-        path: local path or URL of the checkpoint.
-        group: the process group; None without one.
-        still_ours: called on every rank before it writes anything; raises if it must not.
+        choices: how.
+        process: what writes where `write` is told so; None if nothing does.
     """
-    base: Any = FileSystemWriter
-    if is_url(path):
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-        base = FsspecWriter
-    files = type("FileSystem", (_NewFiles, FileSystem), {"still_ours": staticmethod(still_ours)})
-    careful = {"still_ours": staticmethod(still_ours), "local_files": files}
-    writer = sendable(
-        type(base.__name__, (_Careful, base), careful),
-        "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish",
-    )  # fmt: skip
-    planner = sendable(
-        type("DefaultSavePlanner", (_WithPaths, DefaultSavePlanner), {"paths": paths}),
-        "set_up_planner", "create_local_plan", "create_global_plan", "finish_plan",
-    )  # fmt: skip
-    dcp.save(values, storage_writer=writer(path), planner=planner(), process_group=group)
+    def __init__(self, choices: Choices, process: SavingProcess | None = None) -> None:
+        self.choices, self.process = choices, process
+        self._plans = uuid.uuid4().hex  # under which torch keeps plans for the next save; class-wide, by name
+        self._shapes: Any = None
 
+    def write(
+        self, written: Flat, path: str, ranks: Ranks, still_ours: Callable[[], None], apart: bool = False
+    ) -> None:
+        """Write a state, on all ranks.
 
-class _WithPaths:
-    """What a planner of torch's does besides: record where in a nested state a name was, which it is given flat."""
+        Args:
+            written: the state; the paths of its names are for the metadata.
+            path: local path or URL of the checkpoint.
+            ranks: all ranks.
+            still_ours: called on every rank before it writes anything; raises if it must not. Pickled, if apart.
+            apart: let the process beside this one do it.
 
-    paths: Mapping[str, Path]
-    mappings: dict[str, Path]
-
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)  # type: ignore[misc]
-        self.mappings = {fqn: self.paths[fqn] for fqn in self.mappings}
-
-
-class _Careful:
-    """What a writer of torch's does besides: ask whether it may write, and find out that there is no room."""
-
-    still_ours: Callable[[], None]
-    local_files: Callable[[], FileSystem]
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)  # type: ignore[call-arg]
-        if not is_url(path):
-            self.fs = self.local_files()
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        self.still_ours()
-        path, free = str(self.path), _free_nbytes(self.path)  # type: ignore[attr-defined]
+        Raises:
+            TrainingError: it was not written, on some rank.
+        """
         try:
-            return super().write_data(plan, planner)  # type: ignore[misc]
+            ranks.agree(f"{path} was not saved", lambda: self._write(written, path, ranks, still_ours, apart))
+        except BaseException:
+            self._forget_plans()
+            if self.process is not None and not all(ranks.gather(self.process.is_sound())):
+                self.process.close()  # those of other ranks have lost it
+            raise
+
+    def close(self) -> None:
+        """Give back what is kept from one save to the next."""
+        self._forget_plans()
+        if self.process is not None:
+            self.process.close()
+
+    def _write(self, written: Flat, path: str, ranks: Ranks, still_ours: Callable[[], None], apart: bool) -> None:
+        def make() -> tuple[Any, Any]:
+            if apart:
+                require_picklable(written.values)
+            return self.choices.make_planner(), self.choices.make_writer(path)
+
+        planner, writer = ranks.agree(path, make) if apart or self.choices.may_fail else make()
+        if getattr(planner, "_enable_plan_caching", False):
+            self._forget_other_plans(written, ranks)
+            planner._cached_plans_key = self._plans
+        guarded = GuardedWriter(writer, path, still_ours), GuardedPlanner(planner, written.paths)
+        if apart and self.process is not None:
+            self.process.save(written.values, *guarded, ranks.group)
+        else:
+            dcp.save(written.values, storage_writer=guarded[0], planner=guarded[1], process_group=ranks.group)
+
+    def _forget_other_plans(self, written: Flat, ranks: Ranks) -> None:
+        """Forget plans of another state: torch compares names and sizes, not dtypes, nor where names come from."""
+        kinds = {name: value.dtype if torch.is_tensor(value) else None for name, value in written.values.items()}
+        if not all(ranks.gather(self._shapes == (kinds, written.paths))):
+            self._forget_plans()
+        self._shapes = kinds, written.paths
+
+    def _forget_plans(self) -> None:
+        for cache in _CACHES:
+            getattr(SavePlanner, cache, {}).pop(self._plans, None)
+        self._plans, self._shapes = uuid.uuid4().hex, None
+
+
+def _accepted(method: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return those options that a method takes: those of older writers and planners take fewer."""
+    parameters = inspect.signature(method).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return options
+    return {name: value for name, value in options.items() if name in parameters}
+
+
+class GuardedPlanner(SavePlanner):  # type: ignore[misc]
+    """A planner whose errors reach all ranks, and that records where in the nested state each name was.
+
+    Args:
+        planner: any of torch's or of a job's; it is given the state flat.
+        paths: by name, the path of each value in the nested state.
+    """
+
+    def __init__(self, planner: Any, paths: Mapping[str, Path]) -> None:
+        self._planner, self._paths = planner, paths
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_planner":  # as it is unpickled
+            raise AttributeError(name)
+        return getattr(self._planner, name)
+
+    @sendably
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        options = {"storage_meta": storage_meta, "is_coordinator": is_coordinator}
+        self._planner.set_up_planner(state_dict, **_accepted(self._planner.set_up_planner, options))
+        mappings = getattr(self._planner, "mappings", {})
+        self._planner.mappings = {fqn: self._paths.get(fqn, path) for fqn, path in mappings.items()}
+
+    @sendably
+    def create_local_plan(self) -> Any:
+        return self._planner.create_local_plan()
+
+    @sendably
+    def create_global_plan(self, all_plans: Any) -> Any:
+        return self._planner.create_global_plan(all_plans)
+
+    @sendably
+    def finish_plan(self, new_plan: Any) -> Any:
+        return self._planner.finish_plan(new_plan)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        return self._planner.resolve_data(write_item)
+
+
+class GuardedWriter(StorageWriter):  # type: ignore[misc]
+    """A writer that asks before it writes, finds out that there is no room, and whose errors reach all ranks.
+
+    Args:
+        writer: any of torch's or of a job's.
+        path: of the checkpoint.
+        still_ours: called before it writes; raises if it must not.
+    """
+
+    def __init__(self, writer: Any, path: str, still_ours: Callable[[], None]) -> None:
+        self._writer, self._path, self._still_ours = writer, path, still_ours
+        self._errors: list[BaseException] = []
+        if type(getattr(writer, "fs", None)) is FileSystem:
+            writer.fs = NewFiles(still_ours, self._errors)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_writer":  # as it is unpickled
+            raise AttributeError(name)
+        return getattr(self._writer, name)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self._writer.reset(checkpoint_id)
+
+    def storage_meta(self) -> Any:
+        return self._writer.storage_meta()
+
+    @sendably
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        taken = _accepted(self._writer.set_up_storage_writer, kwargs)
+        self._writer.set_up_storage_writer(is_coordinator, *args, **taken)
+
+    @sendably
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return self._writer.prepare_local_plan(plan)
+
+    @sendably
+    def prepare_global_plan(self, plans: Any) -> Any:
+        return self._writer.prepare_global_plan(plans)
+
+    @sendably
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        self._still_ours()
+        free = _free_nbytes(self._path)
+        try:
+            written = self._writer.write_data(plan, planner)
+            self._require_all(plan, written)
+            return written
         except FileExistsError:
-            self.still_ours()  # then somebody else has saved this step meanwhile
+            self._still_ours()  # then somebody else has saved this step meanwhile
             raise
         except Exception as error:
-            raise _no_space(path, _nbytes_of(plan), free, error) or error  # noqa: B904 - the error it is about, or itself
+            raise _no_space(self._path, _nbytes_of(plan), free, error) or error  # noqa: B904 - the error it is about, or itself
 
+    @sendably
     def finish(self, metadata: Any, results: Any) -> None:
-        self.still_ours()
-        path, free = str(self.path), _free_nbytes(self.path)  # type: ignore[attr-defined]
+        self._still_ours()
+        free = _free_nbytes(self._path)
         try:
-            super().finish(metadata, results)  # type: ignore[misc]
+            self._writer.finish(metadata, results)
         except Exception as error:
-            raise _no_space(path, 0, free, error) or error  # noqa: B904
+            raise _no_space(self._path, 0, free, error) or error  # noqa: B904
+
+    def _require_all(self, plan: Any, written: Any) -> None:
+        """Raise what one of several threads has raised: torch lets it go, and the item is missing."""
+        if self._errors:
+            raise self._errors[0]
+        if isinstance(self._writer, FileSystemWriter) and len(written.wait()) != len(plan.items):
+            raise StorageError(f"{self._path}: {len(written.wait()):,} of {len(plan.items):,} items were written")
 
 
-class _NewFiles:
+class NewFiles(FileSystem):  # type: ignore[misc]
     """Local files as torch makes them, but only new ones, and none once the run directory is another job's.
 
     A process that stood still (a machine that hung) may come back in the middle of a save, when another job has saved
     the same step and marked it: what it has open is a file that is gone, and what it opens now must not be the other's.
+
+    Args:
+        still_ours: raises if it is another job's.
+        errors: what is raised while a file is open is added to it.
     """
 
-    still_ours: Callable[[], None]
+    def __init__(self, still_ours: Callable[[], None], errors: list[BaseException]) -> None:
+        self._still_ours, self._errors = still_ours, errors
 
-    def create_stream(self, path: Any, mode: str) -> Any:
-        self.still_ours()
-        return super().create_stream(path, "xb" if mode == "wb" else mode)  # type: ignore[misc]
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        self._still_ours()
+        try:
+            with super().create_stream(path, "xb" if mode == "wb" else mode) as stream:
+                yield stream
+        except BaseException as error:
+            self._errors.append(error)
+            raise
 
     def rename(self, path: Any, new_path: Any) -> None:
-        self.still_ours()
-        super().rename(path, new_path)  # type: ignore[misc]
+        self._still_ours()
+        super().rename(path, new_path)
 
     def rm_file(self, path: Any) -> None:
-        self.still_ours()
-        super().rm_file(path)  # type: ignore[misc]
+        self._still_ours()
+        super().rm_file(path)
 
 
 def _no_space(path: str, needed: int, free: int | None, error: Exception) -> StorageError | None:

@@ -21,7 +21,7 @@ from dcptool.training import CheckpointManager, TrainState  # noqa: E402
 from dcptool.training.tree import flatten, nested, pack, unpack  # noqa: E402
 from tests.conftest import run as cli  # noqa: E402
 from tests.forks import run_ranks, values  # noqa: E402
-from tests.training_jobs import Box, job, train  # noqa: E402
+from tests.training_jobs import Box, build, job, train  # noqa: E402
 
 Pair = collections.namedtuple("Pair", "a b")
 W = torch.arange(3.0)
@@ -725,3 +725,61 @@ def test_n13_a_value_that_begins_to_differ_later(tmp_path):
         for step in sorted((tmp_path / "run").glob("step_*"))
     ]
     assert kept == [["large"], ["large", "n"], ["large", "n", "small"]]  # of the newest three
+
+
+class Eight(torch.optim.Optimizer):
+    """Keeps for each parameter state of other dtypes than its own."""
+
+    def __init__(self, params, dtypes):
+        super().__init__(params, {"lr": 1e-2})
+        self.dtypes = dtypes
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            for dtype in self.dtypes:
+                name = str(dtype)
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter, dtype=dtype)
+                    state[f"local {name}"] = torch.zeros(_local(parameter).shape, dtype=dtype)
+                state[name] += (parameter.grad.float().abs() * 100 + 1.00097).to(dtype)
+                state[f"local {name}"] += (_local(parameter.grad).float().abs() * 100 + 1.00097).to(dtype)
+
+
+def other_dtypes(rank, root, kind, of_parameters):
+    def made():
+        model = build(kind)
+        model.to(of_parameters)
+        return model, Eight(
+            model.parameters(), [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.int32]
+        )
+
+    def stepped(model, optimizer):
+        model(torch.ones(2, 8, dtype=of_parameters)).sum().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    again, other = made()
+    stepped(model, optimizer)
+    with CheckpointManager(root) as manager:
+        manager.save(1, TrainState(model, optimizer))
+        manager.restore(TrainState(again, other))
+        manager.save(2, TrainState(again, other))
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    return all(
+        torch.equal(_local(value), _local(other.state[mine][name])) and value.dtype == other.state[mine][name].dtype
+        for theirs, mine in pairs
+        for name, value in optimizer.state[theirs].items()
+    )
+
+
+@pytest.mark.parametrize("of_parameters", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_an_optimizer_keeps_its_own_dtypes(tmp_path, kind, of_parameters):
+    """Torch casts them to the parameter's: bits are lost, codes become numbers, and the next save is refused."""
+    n_ranks = 1 if kind == "plain" else 2
+    found = values(run_ranks(n_ranks, other_dtypes, str(tmp_path / "run"), kind, of_parameters))
+    assert found == [True] * n_ranks
+    real = torch.optim.Optimizer._process_value_according_to_param_policy
+    assert real.__module__ == "torch.optim.optimizer"

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402
 
 import dcptool  # noqa: E402
 from dcptool.errors import TrainingError  # noqa: E402
+from dcptool.ops.verify.judge import judge  # noqa: E402
+from dcptool.ops.verify.verdict import State, VerifyOptions  # noqa: E402
 from dcptool.storage import is_url, storage_at  # noqa: E402
 from dcptool.training import CheckpointManager, TrainState, writing  # noqa: E402
 from tests.conftest import OLD  # noqa: E402
@@ -265,3 +267,13 @@ class TestStates:
             manager.save(4, job(4000))
         assert marked(run) == ["step_1", "step_2", "step_4"]
         assert not (run / "step_3").exists()
+
+
+def test_a_save_killed_before_it_wrote_anything_is_unfinished(tmp_path):
+    (tmp_path / "run/step_1").mkdir(parents=True)
+    (tmp_path / "run/step_1/_SAVING").write_text("{}")
+    verdict = judge(str(tmp_path / "run/step_1"))
+    assert verdict.state is State.IN_PROGRESS
+    verdict = judge(str(tmp_path / "run/step_1"), VerifyOptions(grace=0.0))
+    assert verdict.state is State.INCOMPLETE
+    assert "a save began here and has not finished" in verdict.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
 
@@ -11,9 +12,10 @@ torch = pytest.importorskip("torch")
 import dcptool  # noqa: E402
 from dcptool.errors import TrainingError  # noqa: E402
 from dcptool.ops.prune.prune import make_plan  # noqa: E402
-from dcptool.training import CheckpointManager  # noqa: E402
+from dcptool.training import CheckpointManager, Reader  # noqa: E402
 from tests.conftest import OLD  # noqa: E402
 from tests.conftest import run as cli  # noqa: E402
+from tests.forks import run_ranks, values  # noqa: E402
 from tests.training_jobs import job, train, whole  # noqa: E402
 
 
@@ -139,3 +141,41 @@ def test_what_was_named_is_loaded_or_refused_and_nothing_else(run, how):
         with pytest.raises(ValueError, match="not both"):
             manager.restore(state, step=500, path=folder / "step_500")
     assert whole(model) == before
+
+
+def told_to_end(rank, root, kind):
+    """Rank 1 is told to end while it loads the newest step."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    raised = {"Ctrl-C": KeyboardInterrupt(), "exit": SystemExit(3), "signal": SignalException("SIGINT", signal.SIGINT)}[
+        kind
+    ]
+    _, _, state = job("fsdp")
+    tried = []
+    read = Reader.read_data
+
+    def stop(self, plan, planner):
+        tried.append(self.checkpoint_id)
+        if rank == 1:
+            raise raised
+        return read(self, plan, planner)
+
+    Reader.read_data = stop
+    try:
+        with CheckpointManager(root) as manager:
+            manager.restore(state)
+    except BaseException as error:
+        return type(error).__name__, [path.rpartition("/")[2] for path in tried]
+    return "nothing", tried
+
+
+@pytest.mark.parametrize("kind", ["Ctrl-C", "exit", "signal"])
+def test_a_rank_that_is_told_to_end_says_nothing_against_a_checkpoint(tmp_path, kind):
+    """Else it would be passed over, and the others went on from an older one."""
+    model, optimizer, state = job()
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            train(model, optimizer, step)
+            manager.save(step, state)
+    for error, tried in values(run_ranks(2, told_to_end, str(tmp_path / "run"), kind)):
+        assert (error, tried) == ("TrainingError", ["step_2"])

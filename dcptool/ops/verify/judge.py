@@ -55,7 +55,10 @@ def judge(
     valid = vouched.is_valid
     saved = SavedStep(base_name(location.path), files, {}, reader(location.storage, files))
     by_files = location.file is None and not names and is_known(saved)
-    found = FoundParts() if by_files else check_parts(location, names, listing, options, progress, opened)
+    nothing_yet = not names and is_unfinished(files)  # a save that was killed before it wrote anything
+    found = (
+        FoundParts() if by_files or nothing_yet else check_parts(location, names, listing, options, progress, opened)
+    )
     problems += found.findings
     about_marker = _is_about_marker(problems)
     problems += _not_told(vouched.of_manifests, problems)
@@ -137,7 +140,9 @@ def _look_beside(
     used = {f"{part}/{name}" if part else name for part, found in step.parts.items() for name in found.usage}
     names = {*beside(step.files, options.marker), *filter(is_needed, step.files)} - used
     files = {name: nbytes for name, nbytes in step.files.items() if name in names}
-    found = look_at(location.storage, files, options.depth, options.threads, vouched.files, options.finite)
+    found = look_at(
+        location.storage, files, options.depth, options.threads, vouched.files, options.finite, options.split
+    )
     made_here = vouched.is_valid and vouched.marker is not None and vouched.marker.writer in MADE_HERE
     resume, missing = resume_of(step, found.names, as_it_is=made_here)
     return found, resume, [*found.findings, *missing]

@@ -101,7 +101,15 @@ def _check(
     times = {key.removeprefix(prefix): entry.mtime for key, entry in listing.items() if key.startswith(prefix)}
     written = {key: mtime for key, mtime in times.items() if mtime is not None}
     threads, finite = options.threads, options.finite
-    report = check(checkpoint, options.depth, finite=finite, written=written, threads=threads, progress=progress)
+    report = check(
+        checkpoint,
+        options.depth,
+        finite=finite,
+        written=written,
+        threads=threads,
+        progress=progress,
+        split=options.split,
+    )
     if report.level >= Level.RECORDS or not report.good:
         return report
     return report._replace(findings=tuple(worst_first([*report.findings, *small_object_problems(checkpoint)])))

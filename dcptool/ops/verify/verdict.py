@@ -11,6 +11,7 @@ from dcptool.checkpoint.steps import step_number
 from dcptool.checks.check import Level
 from dcptool.checks.items import Tally
 from dcptool.checks.side_files import FilePattern, SideFiles
+from dcptool.checks.split import Split, alone
 from dcptool.checks.steps import Resume
 from dcptool.errors import (
     StorageError,
@@ -56,6 +57,7 @@ class VerifyOptions(NamedTuple):
         threads: how many read at the same time, None for the number of processors.
         by: "number" or "time" to order the steps of a run by these alone; None for the order that markers tell.
         finite: whether a step with tensors that hold NaN or infinities is to be told; every byte is read for it.
+        split: how the reading of items and files is split; see `checks.split`.
     """
 
     level: Level = Level.METADATA
@@ -67,6 +69,7 @@ class VerifyOptions(NamedTuple):
     threads: int | None = None
     by: str | None = None
     finite: bool = False
+    split: Split = alone
 
     @property
     def depth(self) -> Level:

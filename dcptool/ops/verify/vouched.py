@@ -90,7 +90,7 @@ def look_for_vouchers(
     claimed = [claim for manifest in manifests for claim in _claims(manifest)]
     n_compared: Counter[str] = Counter()
     if options.depth >= Level.DEEP:
-        wrong_files, unread, n_compared = _compare(location.storage, files, [*marked, *claimed], options.threads)
+        wrong_files, unread, n_compared = _compare(location.storage, files, [*marked, *claimed], options)
         of_markers += [_not_as_marked(claim) for claim in marked if claim in wrong_files]
         of_markers += unread
         for manifest in manifests:
@@ -201,7 +201,7 @@ def _claims(manifest: Manifest) -> list[Claim]:
 
 
 def _compare(
-    storage: Storage, files: Mapping[str, int], claims: Iterable[Claim], threads: int | None
+    storage: Storage, files: Mapping[str, int], claims: Iterable[Claim], options: VerifyOptions
 ) -> tuple[set[Claim], list[Finding], Counter[str]]:
     """Hash every file that anything claims a digest of, once.
 
@@ -225,13 +225,16 @@ def _compare(
         except StorageError as error:
             return error
 
-    with Pool(threads) as pool:
-        for file, found in pool.run(look, by_file):
-            if isinstance(found, StorageError):
-                unread.append(cannot_be_read(found, file))
-            elif found is not None:
-                n_compared.update({claim.by for claim in by_file[file]})
-                wrong.update(claim for claim in by_file[file] if found.get(claim.wanted, claim.value) != claim.value)
+    def look_at_all(mine: Sequence[str]) -> list[Mapping[WantedDigest, str] | StorageError | None]:
+        with Pool(options.threads) as pool:
+            return [found for _, found in pool.run(look, mine)]
+
+    for file, found in zip(by_file, options.split(look_at_all, list(by_file)), strict=True):
+        if isinstance(found, StorageError):
+            unread.append(cannot_be_read(found, file))
+        elif found is not None:
+            n_compared.update({claim.by for claim in by_file[file]})
+            wrong.update(claim for claim in by_file[file] if found.get(claim.wanted, claim.value) != claim.value)
     return wrong, unread, n_compared
 
 
