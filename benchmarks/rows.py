@@ -85,6 +85,18 @@ def _convert(to: str, mib: int, on_mesh: int, against: str) -> Callable[[Path], 
     return commands
 
 
+def _copy(mib: int) -> Callable[[Path], tuple[list[str], list[str]]]:
+    """Our copy of a step against `cp -r` and sync."""
+
+    def commands(cache: Path) -> tuple[list[str], list[str]]:
+        source = checkpoints.make("model", cache, mib, 0)
+        out, other = cache / "out.copy", cache / "out.other"
+        ours = f"rm -rf {out}; {sys.executable} -m dcptool copy --quiet {source} {out}"
+        return ["sh", "-c", ours], ["sh", "-c", f"rm -rf {other}; cp -r {source} {other} && sync {other}/*"]
+
+    return commands
+
+
 def _reshard(mib: int, n_ranks: int, against: str, *options: str) -> Callable[[Path], tuple[list[str], list[str]]]:
     """Our reshard of four ranks' checkpoint, against N processes of torch that load and save, or against `cp -r`."""
 
@@ -154,6 +166,7 @@ ROWS = {
     "dcp-torch": Row(
         "`convert --to dcp`, 1,024 MiB", "`torch_save_to_dcp`", 1 / 5, 1 / 3, _convert("dcp", 1024, 0, "torch")
     ),
+    "copy-1024m": Row("`copy`, 1,024 MiB", COPY, 1.2, None, _copy(1024)),
     "diff-1024m": Row("`diff` with a copy, 1,024 MiB", "`cmp`", None, None, _diff(1024)),
     "reshard-8": Row(
         "`reshard` 4 → 8 ranks, 1,024 MiB",

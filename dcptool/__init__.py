@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from dcptool.checks.check import Level, check
     from dcptool.formats.detect import open_checkpoint as open
     from dcptool.ops.convert.convert import ConvertOptions, convert
+    from dcptool.ops.copy.copy import copy_steps
+    from dcptool.ops.copy.step import CopyOptions
     from dcptool.ops.diff.diff import DiffOptions, compare
     from dcptool.ops.inspect.inspect import summarize
     from dcptool.ops.inspect.stats import tensor_stats
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "ConvertOptions",
+    "CopyOptions",
     "DiffOptions",
     "Level",
     "ObjectEntry",
@@ -40,6 +43,7 @@ __all__ = [
     "check",
     "compare",
     "convert",
+    "copy_steps",
     "delete_steps",
     "find_latest",
     "find_steps",
@@ -63,6 +67,8 @@ _MODULES = {
     "checkpoint.selection": ("Renaming",),
     "checks.check": ("Level", "check"),
     "ops.convert.convert": ("ConvertOptions", "convert"),
+    "ops.copy.copy": ("copy_steps",),
+    "ops.copy.step": ("CopyOptions",),
     "ops.diff.diff": ("DiffOptions", "compare"),
     "ops.inspect.inspect": ("summarize",),
     "ops.inspect.stats": ("tensor_stats",),

@@ -16,6 +16,7 @@ import click
 
 from dcptool import __version__
 from dcptool.cli.convert import convert
+from dcptool.cli.copy import copy
 from dcptool.cli.diff import diff
 from dcptool.cli.inspect import inspect
 from dcptool.cli.interval import interval
@@ -128,5 +129,5 @@ def main(debug: bool) -> None:
     """
 
 
-for command in (inspect, verify, latest, mark, prune, convert, reshard, rescue, diff, report, interval):
+for command in (inspect, verify, latest, mark, prune, convert, reshard, copy, rescue, diff, report, interval):
     main.add_command(command)

@@ -45,26 +45,43 @@ def digests(storage: Storage, name: str, nbytes: int, wanted: Collection[WantedD
     Raises:
         StorageError: the file cannot be read.
     """
-    waiting = sorted(wanted, key=lambda one: one.start, reverse=True)
-    going: list[tuple[WantedDigest, Any]] = []
-    found = {}
+    passing = Digesting(nbytes, wanted)
     buffer = memoryview(bytearray(min(storage.piece_nbytes, nbytes)))
     for start in range(0, nbytes, storage.piece_nbytes):
         piece = buffer[: min(len(buffer), nbytes - start)]
         storage.read_into(name, start, piece)
+        passing.look(start, piece)
+    return passing.found()
+
+
+class Digesting:
+    """Digests of a file that passes piece by piece, front to back; arguments as of `digests`."""
+
+    def __init__(self, nbytes: int, wanted: Collection[WantedDigest]) -> None:
+        self._nbytes = nbytes
+        self._waiting = sorted(wanted, key=lambda one: one.start, reverse=True)
+        self._going: list[tuple[WantedDigest, Any]] = []
+        self._found: dict[WantedDigest, str] = {}
+
+    def look(self, start: int, piece: memoryview) -> None:
+        """Take the next piece, which begins at byte `start` of the file."""
         stop = start + len(piece)
-        while waiting and waiting[-1].start < stop:
-            one = waiting.pop()
-            going.append((one, _new(one)))
-        for one, digest in going:
-            digest.update(piece[max(one.start - start, 0) : nbytes if one.end is None else one.end - start])
-        found.update({one: digest.hexdigest() for one, digest in going if one.end is not None and one.end <= stop})
-        going = [(one, digest) for one, digest in going if one not in found]
-    return {
-        **found,
-        **{one: digest.hexdigest() for one, digest in going},
-        **{one: _new(one).hexdigest() for one in waiting},
-    }
+        while self._waiting and self._waiting[-1].start < stop:
+            one = self._waiting.pop()
+            self._going.append((one, _new(one)))
+        for one, digest in self._going:
+            digest.update(piece[max(one.start - start, 0) : self._nbytes if one.end is None else one.end - start])
+        ended = [(one, digest) for one, digest in self._going if one.end is not None and one.end <= stop]
+        self._found.update({one: digest.hexdigest() for one, digest in ended})
+        self._going = [(one, digest) for one, digest in self._going if one not in self._found]
+
+    def found(self) -> dict[WantedDigest, str]:
+        """Return the digests, in hexadecimal digits, once all pieces have passed."""
+        return {
+            **self._found,
+            **{one: digest.hexdigest() for one, digest in self._going},
+            **{one: _new(one).hexdigest() for one in self._waiting},
+        }
 
 
 def sha256(storage: Storage, name: str, nbytes: int) -> str:

@@ -232,7 +232,7 @@ class LocalSink:
                 rest = rest[count:]
                 self._written += count
         if self._written - self._begun >= _WRITEBACK_NBYTES:
-            _begin_writeback(self._descriptor, self._begun, self._written - self._begun)
+            begin_writeback(self._descriptor, self._begun, self._written - self._begun)
             self._begun = self._written
 
     def finish(self) -> None:
@@ -256,7 +256,7 @@ class LocalSink:
             os.close(descriptor)
 
 
-def _begin_writeback(descriptor: int, start: int, nbytes: int) -> None:
+def begin_writeback(descriptor: int, start: int, nbytes: int) -> None:
     """Have the system write a range to the disk, and do not wait for it; `fsync` later finds little left to do.
 
     Linux begins to write dirty pages that are said not to be needed, and forgets only those that are clean. Elsewhere

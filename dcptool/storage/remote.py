@@ -146,6 +146,42 @@ class FsspecStorage:
             opened = self._filesystem.open(self._path(name), "wb", block_size=_PART_NBYTES, autocommit=False)
         return RemoteSink(self._url(name), opened)
 
+    @property
+    def is_s3(self) -> bool:
+        """Whether it is S3, or speaks as it does, by way of s3fs."""
+        return _is_s3(self._filesystem)
+
+    def call_s3(self, method: str, name: str, **more: Any) -> dict[str, Any]:
+        """Make a request of S3's own about an object.
+
+        Args:
+            method: as botocore calls it, such as `upload_part`.
+            name: of the object.
+            more: further arguments of the request.
+
+        Raises:
+            StorageError: it failed.
+        """
+        with translated(self._url(name), StorageError, writes=True):
+            bucket, key, _ = self._filesystem.split_path(self._path(name))
+            done: dict[str, Any] = self._filesystem.call_s3(method, Bucket=bucket, Key=key, **more)
+        return done
+
+    def abort_uploads(self) -> None:
+        """Give up uploads in parts below this folder that nobody finishes any more: a store keeps, and bills, them.
+
+        Raises:
+            StorageError: they cannot be listed or given up.
+        """
+        if not self.is_s3:
+            return
+        with translated(self.root, StorageError, writes=True):
+            bucket, prefix, _ = self._filesystem.split_path(self._base)
+            found = self._filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
+            for upload in found.get("Uploads") or ():
+                told = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                self._filesystem.call_s3("abort_multipart_upload", **told)
+
     def delete(self, name: str) -> None:
         with suppress(CheckpointNotFoundError), translated(self._url(name), writes=True):
             self._filesystem.rm_file(self._path(name))
@@ -194,11 +230,15 @@ _NOT_KNOWN = ("NotImplemented", "501", "ParamValidationError")
 
 def _conditions(filesystem: Any, version: str | None) -> list[dict[str, str]]:
     """Return how to have a store look for itself, as arguments of `pipe_file`; none where it cannot be asked."""
-    protocols = filesystem.protocol
-    if "s3" in ((protocols,) if isinstance(protocols, str) else protocols):
+    if _is_s3(filesystem):
         return [{"IfMatch": version}] if version else [{"IfNoneMatch": "*"}] if version is None else []
     takes_mode = "mode" in inspect.signature(filesystem.pipe_file).parameters
     return [{"mode": "create"}] if version is None and takes_mode else []
+
+
+def _is_s3(filesystem: Any) -> bool:
+    protocols = filesystem.protocol
+    return "s3" in ((protocols,) if isinstance(protocols, str) else protocols)
 
 
 def _said(error: Exception) -> str:

@@ -230,6 +230,8 @@ def test_names_reach_no_terminal_by_any_command(hostile, commands, tmp_path):
         ("convert", "--to", "dcp", "--rename", f"m.{HOSTILE}=a{HOSTILE}", one, f"{out}2"): 3,
         ("reshard", "--world-size", 2, two, f"{out}3"): 3,
         ("reshard", "--mesh", "d=2", "--placement", "*=d:7", one, f"{out}4"): 3,
+        ("copy", two, f"{out}5"): 3,
+        ("copy", hostile, f"{out}6"): 1,
         ("rescue", one, "--like", two): 3,
         ("diff", one, two): 1,
         ("diff", "--json", one, two): 1,

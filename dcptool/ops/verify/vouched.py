@@ -47,7 +47,7 @@ class Vouched(NamedTuple):
         return self.marker is not None and not errors(self.of_markers)
 
 
-class _Claim(NamedTuple):
+class Claim(NamedTuple):
     """That a file has a digest, as the marker or manifest `by` says; names are relative to the folder of all."""
 
     by: str
@@ -99,6 +99,26 @@ def look_for_vouchers(
     vouched_for = frozenset(claim.file for claim in (*marked, *claimed))
     marker = _of_all(markers, parts)
     return Vouched(marker, tuple(of_markers), tuple(reports), tuple(of_manifests), vouched_for)
+
+
+def claims_of(location: Location, files: Mapping[str, int], parts: Sequence[str], name: str) -> list[Claim]:
+    """Return what markers and manifests of a folder and its parts say of digests; what cannot be read says nothing.
+
+    Args:
+        location, files, parts: as of `look_for_vouchers`.
+        name: of the markers.
+    """
+    claims: list[Claim] = []
+    for folder in folders_of(parts):
+        prefix = f"{folder}/" if folder else ""
+        storage = location.storage.below(folder) if folder else location.storage
+        there = {file.removeprefix(prefix): size for file, size in files.items() if file.startswith(prefix)}
+        marker, _ = read_marker(storage, there, name)
+        if marker:
+            claims += _marked(folder, marker._replace(name=prefix + marker.name))
+        for manifest in _manifests(Location(storage, location.file), there)[0]:
+            claims += _claims(_below(prefix, manifest))
+    return claims
 
 
 def _of_all(markers: Mapping[str, Marker], parts: Sequence[str]) -> Marker | None:
@@ -169,29 +189,29 @@ def _listed_problems(
     ]
 
 
-def _marked(folder: str, marker: Marker) -> list[_Claim]:
+def _marked(folder: str, marker: Marker) -> list[Claim]:
     prefix = f"{folder}/" if folder else ""
-    return [_Claim(marker.name, prefix + file, value.lower(), SHA256) for file, value in marker.sha256.items()]
+    return [Claim(marker.name, prefix + file, value.lower(), SHA256) for file, value in marker.sha256.items()]
 
 
-def _claims(manifest: Manifest) -> list[_Claim]:
+def _claims(manifest: Manifest) -> list[Claim]:
     return [
-        _Claim(manifest.name, digest.file, digest.value, digest.wanted) for digest in manifest.digests if digest.wanted
+        Claim(manifest.name, digest.file, digest.value, digest.wanted) for digest in manifest.digests if digest.wanted
     ]
 
 
 def _compare(
-    storage: Storage, files: Mapping[str, int], claims: Iterable[_Claim], options: VerifyOptions
-) -> tuple[set[_Claim], list[Finding], Counter[str]]:
+    storage: Storage, files: Mapping[str, int], claims: Iterable[Claim], options: VerifyOptions
+) -> tuple[set[Claim], list[Finding], Counter[str]]:
     """Hash every file that anything claims a digest of, once.
 
     Returns:
         The claims that are not so, the files that could not be read, and for each `by` how many files were compared.
     """
-    by_file: dict[str, list[_Claim]] = defaultdict(list)
+    by_file: dict[str, list[Claim]] = defaultdict(list)
     for claim in claims:
         by_file[claim.file].append(claim)
-    wrong: set[_Claim] = set()
+    wrong: set[Claim] = set()
     unread: list[Finding] = []
     n_compared: Counter[str] = Counter()
 
@@ -218,12 +238,12 @@ def _compare(
     return wrong, unread, n_compared
 
 
-def _not_as_marked(claim: _Claim) -> Finding:
+def _not_as_marked(claim: Claim) -> Finding:
     message = f"{claim.file} is not what was marked: its SHA-256 differs from the one in {claim.by}"
     return Finding.of("changed-file", message, claim.file)
 
 
-def _not_as_listed(manifest: Manifest, wrong: set[_Claim], n_compared: int) -> list[Finding]:
+def _not_as_listed(manifest: Manifest, wrong: set[Claim], n_compared: int) -> list[Finding]:
     """Return which files are not what a manifest lists; if none of several is, that it is of other files."""
     changed = list(dict.fromkeys(claim.file for claim in _claims(manifest) if claim in wrong))
     if len(changed) == n_compared > 1:
