@@ -168,6 +168,8 @@ def run_of(tmp_path):
 @pytest.fixture(scope="session")
 def s3_server():
     """A moto S3 server of our own on loopback; gives its endpoint."""
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
