@@ -206,11 +206,41 @@ class LocalStorage:
             self.close()
 
 
-class LocalSink:
-    """A new local file; small writes are gathered, and the disk writes while there is more to come."""
+class NewFile:
+    """A new local file that is open, until it is finished or given up."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
+
+    def _complete(self) -> None:
+        """Do what is left before the file is synced."""
+
+    def finish(self) -> None:
+        with translated(self._path, StorageError, writes=True):
+            try:
+                self._complete()
+                os.fsync(self._descriptor)
+            finally:
+                self._close()
+
+    def abort(self) -> None:
+        with suppress(OSError):
+            self._close()
+        with suppress(OSError):
+            os.unlink(self._path)
+
+    def _close(self) -> None:
+        """Close once: by a second time the number may be another thread's file."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class LocalSink(NewFile):
+    """A new local file; small writes are gathered, and the disk writes while there is more to come."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        super().__init__(path, descriptor)
         self._gathered = bytearray()
         self._written = self._begun = 0
 
@@ -235,25 +265,8 @@ class LocalSink:
             begin_writeback(self._descriptor, self._begun, self._written - self._begun)
             self._begun = self._written
 
-    def finish(self) -> None:
-        with translated(self._path, StorageError, writes=True):
-            try:
-                self._flush()
-                os.fsync(self._descriptor)
-            finally:
-                self._close()
-
-    def abort(self) -> None:
-        with suppress(OSError):
-            self._close()
-        with suppress(OSError):
-            os.unlink(self._path)
-
-    def _close(self) -> None:
-        """Close once: by a second time the number may be another thread's file."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+    def _complete(self) -> None:
+        self._flush()
 
 
 def begin_writeback(descriptor: int, start: int, nbytes: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from dcptool.errors import StorageError
 from dcptool.storage.base import Sink, Storage, join, translated
-from dcptool.storage.local import LocalStorage, begin_writeback
+from dcptool.storage.local import LocalStorage, NewFile, begin_writeback
 from dcptool.storage.remote import FsspecStorage
 
 LOCAL_PART_NBYTES = 8 << 20
@@ -69,16 +69,17 @@ def create_parts(storage: Storage, name: str, nbytes: int, part: int, mtime: flo
     return _InOrder(storage.create(name), join(storage.root, name))
 
 
-class _LocalParts:
+class _LocalParts(NewFile):
     again = True
 
     def __init__(self, path: str, part: int, mtime: float | None) -> None:
-        self._path, self._part, self._mtime = path, part, mtime
+        self._part, self._mtime = part, mtime
         with translated(path, StorageError, writes=True):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with suppress(FileNotFoundError):
                 os.unlink(path)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        super().__init__(path, descriptor)
 
     def write_part(self, index: int, data: memoryview) -> None:
         start = index * self._part
@@ -88,25 +89,9 @@ class _LocalParts:
                 done += os.pwrite(self._descriptor, data[done:], start + done)
         begin_writeback(self._descriptor, start, len(data))
 
-    def finish(self) -> None:
-        with translated(self._path, StorageError, writes=True):
-            try:
-                if self._mtime is not None:
-                    os.utime(self._descriptor, (self._mtime, self._mtime))
-                os.fsync(self._descriptor)
-            finally:
-                self._close()
-
-    def abort(self) -> None:
-        with suppress(OSError):
-            self._close()
-        with suppress(OSError):
-            os.unlink(self._path)
-
-    def _close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
+    def _complete(self) -> None:
+        if self._mtime is not None:
+            os.utime(self._descriptor, (self._mtime, self._mtime))
 
 
 class _S3Parts:

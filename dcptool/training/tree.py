@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from dcptool.ops.diff.live import is_entered, leaves
 
 STRUCTURE = "_structure"
 """Name of the object that says how the tensors beside it belong together."""
@@ -28,8 +30,8 @@ def pack(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {key: pack(part) for key, part in value.items()} if _is_kept(value) else _structured(value)
-    if isinstance(value, list | tuple) and (_is_entered(value) or has_tensors(value)):
-        return [pack(part) for part in value] if type(value) is list and _is_entered(value) else _structured(value)
+    if isinstance(value, list | tuple) and (is_entered(value) or has_tensors(value)):
+        return [pack(part) for part in value] if type(value) is list and is_entered(value) else _structured(value)
     return copy.deepcopy(value)
 
 
@@ -43,7 +45,7 @@ def unpack(packed: Any) -> Any:
         if STRUCTURE in packed:
             return _rebuilt(packed)
         return {key: unpack(part) for key, part in packed.items()}
-    if isinstance(packed, list) and _is_entered(packed):
+    if isinstance(packed, list) and is_entered(packed):
         return [unpack(part) for part in packed]
     return packed
 
@@ -58,7 +60,7 @@ def flatten(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
     """
     values: dict[str, Any] = {}
     paths: dict[str, Path] = {}
-    for path, value in _leaves((), tree):
+    for path, value in leaves((), tree):
         fqn = ".".join(map(str, path))
         if fqn in values:
             raise ValueError(f"two values of the state would be named {fqn!r}: {paths[fqn]} and {path}")
@@ -90,17 +92,6 @@ class _Branch(dict[Any, Any]):
     """A dict that `nested` made; values that are dicts are no branches of the tree."""
 
 
-def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, dict):
-        for key, part in value.items():
-            yield from _leaves((*path, str(key)), part)
-    elif isinstance(value, list) and _is_entered(value):
-        for index, part in enumerate(value):
-            yield from _leaves((*path, index), part)
-    else:
-        yield path, value
-
-
 def _is_kept(value: Mapping[Any, Any]) -> bool:
     """Tell whether DCP keeps a mapping as it is: not empty, of names none of which looks like another's."""
     if type(value) not in (dict, OrderedDict) or not value or STRUCTURE in value:
@@ -109,14 +100,6 @@ def _is_kept(value: Mapping[Any, Any]) -> bool:
         return False
     dotted = [key for key in value if "." in key]
     return not any(key[:at] in value for key in dotted for at, sign in enumerate(key) if sign == ".")
-
-
-def _is_entered(value: Sequence[Any]) -> bool:
-    """Tell whether DCP would look into a list."""
-    return any(
-        torch.is_tensor(part) or isinstance(part, Mapping) or (isinstance(part, list) and _is_entered(part))
-        for part in value
-    )
 
 
 def has_tensors(value: Any) -> bool:

@@ -8,7 +8,7 @@ Source: torch 2.13, distributed/checkpoint/_traverse.py (what is flattened), sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dcptool.errors import LayoutError
@@ -28,7 +28,7 @@ def known_entries(state_dict: Mapping[str, Any]) -> list[Known]:
         LayoutError: two values would have one name; such a state dict cannot be saved.
     """
     entries: dict[str, Known] = {}
-    for path, value in _leaves(state_dict):
+    for path, value in _entries(state_dict):
         fqn = ".".join(map(str, path))
         if fqn in entries:
             raise LayoutError(f"{entries[fqn].path} and {path} of the state dict would both be named {fqn!r}")
@@ -47,7 +47,7 @@ def is_tensor(value: Any) -> bool:
     return hasattr(value, "shape") and str(getattr(value, "dtype", "")).startswith("torch.")
 
 
-def _leaves(state_dict: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
+def _entries(state_dict: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
     """Yield (path, value) of all that torch does not look into: dicts it always does, so an empty one is nothing.
 
     A list is looked into only if it holds a tensor, a dict or such a list; a tuple never.
@@ -55,21 +55,23 @@ def _leaves(state_dict: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
     for key, value in state_dict.items():
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             value = value.state_dict()
-        yield from _walk((str(key),), value)
+        yield from leaves((str(key),), value)
 
 
-def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield all that torch does not look into below a path, with its own path; see `_entries`."""
     if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _walk((*path, str(key)), part)
-    elif isinstance(value, list) and _is_entered(value):
+            yield from leaves((*path, str(key)), part)
+    elif isinstance(value, list) and is_entered(value):
         for index, part in enumerate(value):
-            yield from _walk((*path, index), part)
+            yield from leaves((*path, index), part)
     else:
         yield path, value
 
 
-def _is_entered(value: list[Any]) -> bool:
+def is_entered(value: Sequence[Any]) -> bool:
+    """Tell whether torch looks into a list."""
     return any(
-        isinstance(part, Mapping) or is_tensor(part) or (isinstance(part, list) and _is_entered(part)) for part in value
+        isinstance(part, Mapping) or is_tensor(part) or (isinstance(part, list) and is_entered(part)) for part in value
     )
