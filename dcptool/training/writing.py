@@ -20,7 +20,7 @@ from dcptool.errors import StorageError
 from dcptool.training.options import Choices
 from dcptool.training.processes import SavingProcess, require_picklable
 from dcptool.training.rank_local import Flat
-from dcptool.training.ranks import Ranks, sendably
+from dcptool.training.ranks import Ranks, cores_per_rank, sendably
 from dcptool.training.tree import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -49,7 +49,13 @@ class Writing:
         self._shapes: Any = None
 
     def write(
-        self, written: Flat, path: str, ranks: Ranks, still_ours: Callable[[], None], apart: bool = False
+        self,
+        written: Flat,
+        path: str,
+        ranks: Ranks,
+        still_ours: Callable[[], None],
+        apart: bool = False,
+        n_threads: int = 1,
     ) -> None:
         """Write a state, on all ranks.
 
@@ -59,12 +65,15 @@ class Writing:
             ranks: all ranks.
             still_ours: called on every rank before it writes anything; raises if it must not. Pickled, if apart.
             apart: let the process beside this one do it.
+            n_threads: of torch's writer, where the job has not chosen how many.
 
         Raises:
             TrainingError: it was not written, on some rank.
         """
         try:
-            ranks.agree(f"{path} was not saved", lambda: self._write(written, path, ranks, still_ours, apart))
+            ranks.agree(
+                f"{path} was not saved", lambda: self._write(written, path, ranks, still_ours, apart, n_threads)
+            )
         except BaseException:
             self._forget_plans()
             if self.process is not None and not all(ranks.gather(self.process.is_sound())):
@@ -77,11 +86,13 @@ class Writing:
         if self.process is not None:
             self.process.close()
 
-    def _write(self, written: Flat, path: str, ranks: Ranks, still_ours: Callable[[], None], apart: bool) -> None:
+    def _write(
+        self, written: Flat, path: str, ranks: Ranks, still_ours: Callable[[], None], apart: bool, n_threads: int
+    ) -> None:
         def make() -> tuple[Any, Any]:
             if apart:
                 require_picklable(written.values)
-            return self.choices.make_planner(), self.choices.make_writer(path)
+            return self.choices.make_planner(), self.choices.make_writer(path, n_threads)
 
         planner, writer = ranks.agree(path, make) if apart or self.choices.may_fail else make()
         if getattr(planner, "_enable_plan_caching", False):
@@ -104,6 +115,15 @@ class Writing:
         for cache in _CACHES:
             getattr(SavePlanner, cache, {}).pop(self._plans, None)
         self._plans, self._shapes = uuid.uuid4().hex, None
+
+
+def threads_while_waiting(written: Flat) -> int:
+    """Return how many threads write a state while training waits: two, of a rank that has two cores.
+
+    One where a tensor is on a device: only then torch copies the next ones to the host while one is written.
+    """
+    tensors = [value for value in written.values.values() if torch.is_tensor(value)]
+    return min(2, cores_per_rank()) if all(tensor.device.type == "cpu" for tensor in tensors) else 1
 
 
 def _accepted(method: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
