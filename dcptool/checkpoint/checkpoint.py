@@ -15,6 +15,7 @@ from dcptool.checkpoint.fill import numpy_empty
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.format import USUAL, Format, Variant
 from dcptool.checkpoint.regions import Box, first_gap, index_in, volume
+from dcptool.checkpoint.subclasses import Subclass, find, flat
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
 from dcptool.storage import DirEntry, Storage, join
 from dcptool.words import did_you_mean
@@ -47,6 +48,7 @@ class Checkpoint(Mapping[str, Entry]):
         variant: what the software that wrote it does of its own.
         version: of the metadata, None where it tells none.
         planner_data: what the saver's planner left in the metadata, with stand-ins for what is no plain value.
+        known_subclasses: the tensors made of tensors, None if they are still to be found; see `subclasses`.
         seen: the listing of `root` just before the metadata was read, to tell later whether somebody wrote there since.
     """
 
@@ -68,6 +70,7 @@ class Checkpoint(Mapping[str, Entry]):
     version: str | None = None
     planner_data: Any = None
     seen: tuple[DirEntry, ...] = ()
+    known_subclasses: Mapping[str, Subclass] | None = None
 
     @property
     def path(self) -> str:
@@ -95,6 +98,16 @@ class Checkpoint(Mapping[str, Entry]):
     def objects(self) -> Mapping[str, ObjectEntry]:
         """The objects alone, in order."""
         return {fqn: entry for fqn, entry in self.entries.items() if isinstance(entry, ObjectEntry)}
+
+    @cached_property
+    def subclasses(self) -> Mapping[str, Subclass]:
+        """The tensors that are made of tensors, such as torchao's, by fqn; reads the headers of some items."""
+        return find(self) if self.known_subclasses is None else self.known_subclasses
+
+    @cached_property
+    def flat(self) -> Checkpoint:
+        """The same checkpoint with inner tensors in the place of the tensors that are made of them."""
+        return flat(self)
 
     @cached_property
     def world_size(self) -> int | None:
@@ -221,6 +234,9 @@ class Checkpoint(Mapping[str, Entry]):
         entry = self.entries.get(fqn)
         if isinstance(entry, TensorEntry):
             return entry
+        inner = self.flat.entries.get(fqn) if entry is None else None
+        if isinstance(inner, TensorEntry):
+            return inner
         if entry is not None:
             raise LayoutError(f"{self.path}: {fqn!r} is an object, not a tensor; use value()")
         raise LayoutError(f"{self.path} has no tensor {fqn!r}{did_you_mean(fqn, self.entries)}")

@@ -45,6 +45,12 @@ class ChunkTable:
         self._file_index: dict[str, int] = {}
         self._transform_index: dict[tuple[str, ...], int] = {(): 0}
 
+    def for_more(self) -> ChunkTable:
+        """Return an empty table in which files have the indexes they have here."""
+        other = ChunkTable()
+        other.files, other._file_index = list(self.files), dict(self._file_index)
+        return other
+
     def add(self, offsets: Ints, sizes: Ints, item: Extent | None) -> None:
         """Append one row."""
         self.bounds.extend(offsets)

@@ -64,9 +64,11 @@ _TYPES = (
     DType("bool", 1, "bool", "BOOL", "BoolStorage", "?"),
     # Known to torch and so recognised, but torch itself cannot bring them through DCP.
     *(DType(f"{sign}int{bits}", 1) for sign in ("", "u") for bits in range(1, 8)),
-    *(DType(name, 1) for name in ("quint8", "qint8", "quint4x2", "quint2x4", "bits8", "bits1x8", "bits2x4", "bits4x2")),
+    DType("quint8", 1, storage="QUInt8Storage"),
+    DType("qint8", 1, storage="QInt8Storage"),
+    DType("qint32", 4, storage="QInt32Storage"),
+    *(DType(name, 1) for name in ("quint4x2", "quint2x4", "bits8", "bits1x8", "bits2x4", "bits4x2")),
     DType("bits16", 2),
-    DType("qint32", 4),
 )
 BY_NAME = {dtype.name: dtype for dtype in _TYPES}
 BY_STORAGE = {dtype.storage: dtype for dtype in _TYPES if dtype.storage}

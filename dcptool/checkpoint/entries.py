@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.chunks import Chunks
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Ints, Payload, Record
+from dcptool.checkpoint.pieces import Piece
 from dcptool.checkpoint.regions import volume
 from dcptool.errors import ItemError
 from dcptool.storage import Storage
@@ -23,6 +24,8 @@ class TensorEntry(NamedTuple):
         path: nested position the fqn was flattened from; None where the format does not record it.
         chunks: the boxes it is stored as.
         replicas: further stored copies of some of these boxes.
+        kind: what it is, if opening tells that it is made of other tensors; see `subclasses`.
+        inner: its name in the tensor that it is an inner one of, "" if it is none.
     """
 
     fqn: str
@@ -31,6 +34,8 @@ class TensorEntry(NamedTuple):
     path: tuple[str | int, ...] | None
     chunks: Chunks
     replicas: Sequence[Chunk] = ()
+    kind: str = ""
+    inner: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +62,20 @@ class ObjectEntry(NamedTuple):
 
 
 Entry = TensorEntry | ObjectEntry
+
+
+class Stored(NamedTuple):
+    """What an item holds of a tensor made of tensors.
+
+    Attributes:
+        piece: what it is.
+        root: its graph of stand-ins, freshly loaded.
+        storages: the records of the storages in it, by key.
+    """
+
+    piece: Piece
+    root: Any
+    storages: dict[str, Record]
 
 
 class Source(Protocol):
@@ -89,6 +108,9 @@ class Source(Protocol):
     def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
         """Return an object's graph of stand-ins, freshly loaded, and the records of the storages in it, by key."""
 
+    def stored(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Stored | None:
+        """Return what an item holds of a tensor made of tensors; None if it holds a plain tensor."""
+
     def over(self, storage: Storage) -> Source:
         """Return the same source reading from another storage of the same files."""
 
@@ -106,7 +128,12 @@ def require_box(payload: Payload, entry: TensorEntry, chunk: Chunk) -> None:
         ItemError: its dtype or shape is another.
     """
     if payload.dtype != entry.dtype or payload.shape != chunk.sizes:
-        raise ItemError(
-            f"it should be {entry.dtype} {list(chunk.sizes)}, stored is {payload.dtype} {list(payload.shape)}; "
-            "metadata and data are not of the same save"
-        )
+        raise ItemError(not_the_box(entry, chunk, payload.dtype, payload.shape))
+
+
+def not_the_box(entry: TensorEntry, chunk: Chunk, dtype: str, shape: Ints) -> str:
+    """Say that what is stored is not the box of a tensor that the metadata says."""
+    return (
+        f"it should be {entry.dtype} {list(chunk.sizes)}, stored is {dtype} {list(shape)}; "
+        "metadata and data are not of the same save"
+    )

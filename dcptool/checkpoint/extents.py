@@ -93,12 +93,14 @@ class Examined(NamedTuple):
         records: all runs of bytes in the item, also those that are no payload.
         unsafe: what its pickle would run, by name; see `pickles.calls`.
         foreign: what it is, if that is a tensor of a form or class that is not looked into; then there is no payload.
+        inner: its inner tensors, by name, if it is made of tensors that are looked into.
     """
 
     payload: Payload | None
     records: tuple[Record, ...]
     unsafe: tuple[str, ...] = ()
     foreign: str = ""
+    inner: tuple[tuple[str, Payload], ...] = ()
 
 
 class Chunk(NamedTuple):

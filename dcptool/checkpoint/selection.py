@@ -154,6 +154,7 @@ def select(
     items: list[SelectedTensor | SelectedObject] = []
     n_cast = 0
     kept: list[str] = []
+    made: list[str] = []
     _require_castable(checkpoint, chosen, renaming)
     for fqn in chosen:
         entry, name = checkpoint[fqn], names[fqn]
@@ -162,7 +163,10 @@ def select(
             dtype = entry.dtype
             if renaming.dtype and entry.dtype in _FLOATS and entry.dtype != renaming.dtype:
                 is_kept = not renaming.cast_optimizer and is_optimizer_state(fqn)
-                kept += [fqn] if is_kept else []
+                if fqn in checkpoint.subclasses:
+                    made.append(fqn)
+                    is_kept = True
+                kept += [fqn] if is_kept and fqn not in checkpoint.subclasses else []
                 dtype = dtype if is_kept else renaming.dtype
             n_cast += dtype != entry.dtype
             items.append(SelectedTensor(name, path, entry, dtype))
@@ -172,6 +176,7 @@ def select(
         *unmatched(checkpoint, keys, exclude),
         *_prefix_notes(chosen, renaming),
         *_cast_notes(checkpoint, chosen, kept, renaming),
+        *_made_notes(checkpoint, made),
     )
     return Selection(tuple(items), n_cast, notes)
 
@@ -210,6 +215,14 @@ def _cast_notes(checkpoint: Checkpoint, chosen: Sequence[str], kept: Sequence[st
         dtype = checkpoint.tensors[small[0]].dtype
         notes.append(f"{plural(len(small), 'tensor')} keep their dtype, such as {small[0]!r}, which is {dtype}")
     return notes
+
+
+def _made_notes(checkpoint: Checkpoint, made: Sequence[str]) -> list[str]:
+    """Say which tensors a cast leaves alone because other tensors are inside them."""
+    if not made:
+        return []
+    kind = checkpoint.subclasses[made[0]].piece.kind
+    return [f"{plural(len(made), 'tensor')} keep what is inside them, such as {made[0]!r}, {kind}"]
 
 
 def _prefix_notes(chosen: Sequence[str], renaming: Renaming) -> tuple[str, ...]:
@@ -294,6 +307,25 @@ def _meant(option: str, pattern: str, names: Collection[str]) -> str:
 def selects(fqn: str, keys: Sequence[str], exclude: Sequence[str]) -> bool:
     """Tell whether an entry is selected by names and globs; no keys select all."""
     return (not keys or _matches(fqn, keys)) and not _matches(fqn, exclude)
+
+
+def with_inner(
+    checkpoint: Checkpoint, keys: Sequence[str], exclude: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return names and globs for `checkpoint.flat`, in which what selects a tensor made of tensors selects these."""
+    return _with_inner(checkpoint, keys), _with_inner(checkpoint, exclude)
+
+
+def _with_inner(checkpoint: Checkpoint, given: Sequence[str]) -> tuple[str, ...]:
+    found: list[str] = []
+    subclasses = [subclass for subclass in checkpoint.subclasses.values() if subclass.inner] if given else []
+    for pattern in given:
+        chosen = [subclass for subclass in subclasses if _matches(subclass.entry.fqn, (pattern,))]
+        inner = [part.fqn for subclass in chosen for part in subclass.inner]
+        if not inner or _is_matched(pattern, checkpoint.flat):
+            found.append(pattern)
+        found += inner
+    return tuple(dict.fromkeys(found))
 
 
 def _matches(fqn: str, globs: Sequence[str]) -> bool:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from itertools import repeat
-from operator import mul, sub
+from collections.abc import Collection
+from typing import NamedTuple
 
-from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Chunk, Extent, whereabouts
 from dcptool.checkpoint.findings import Finding, cannot_be_read, foreign_tensors
 from dcptool.checkpoint.items import FileItems, Placed, name_of
+from dcptool.checkpoint.subclasses import QUANTISED_DTYPES, odd_chunks
 from dcptool.errors import DcptoolError, StorageError
 
 MAX_PER_FILE = 20
 """Overlaps named for one file."""
-LEAST_AROUND_NBYTES = 600
-"""What torch.save puts around the values of one tensor has 1,116 bytes at the least (2.2 to 2.14), dcptool 653."""
 MAX_LOOKED_AT = 64
 """Tensors with such an item that are looked at; the others are taken for like them."""
-_QUANTISED = ("qint", "quint")
 
 
 def extent_problems(checkpoint: Checkpoint, by_file: FileItems) -> list[Finding]:
@@ -43,64 +39,49 @@ def short_items(checkpoint: Checkpoint) -> list[Finding]:
     """Return tensors with an item that has fewer bytes than the elements of its box need; compressed ones may.
 
     Those of a subclass may too, such as quantised ones: items too short for a plain tensor are looked at, some of them,
-    and tensors of such a class are noted.
+    and tensors of a class whose inner tensors are not found are noted.
     """
     if not checkpoint.format.items_apart:
         return []
     problems = []
     foreign: dict[str, str] = {}
-    n_looked_at = 0
+    n_looked_at, last = 0, _Looked()
     for entry in checkpoint.tensors.values():
-        if entry.dtype.startswith(_QUANTISED):
-            foreign[entry.fqn] = "a quantised tensor"
+        short, near = odd_chunks(checkpoint, entry)
+        quantised = list(entry.chunks[:1]) if entry.dtype.startswith(QUANTISED_DTYPES) else []
+        odd = quantised or short or near
+        if not odd:
             continue
-        short, near = _short_chunks(checkpoint, entry)
-        what = ""
-        if (short or near) and n_looked_at < MAX_LOOKED_AT:
+        found = last if short or quantised else _Looked()
+        if n_looked_at < MAX_LOOKED_AT:
             n_looked_at += 1
-            what = _foreign(checkpoint, entry, (short or near)[0])
-        elif short and len(foreign) >= MAX_LOOKED_AT:
-            what = next(reversed(foreign.values()))
-        if what:
-            foreign[entry.fqn] = what
-        elif short:
+            found = last = _look_at(checkpoint, entry, odd[0])
+        if found.foreign and not found.is_known:
+            foreign[entry.fqn] = found.foreign
+        elif short and not found.foreign:
             problems.append(_short_item(entry, short[0], len(short)))
-    for found in checkpoint.objects.values():
-        if found.item and not found.item.nbytes:
-            message = f"{found.fqn!r}: its item in {found.item.file} has no bytes, too few for any object"
-            problems.append(Finding.of("short-item", message, *whereabouts(found.item, found.fqn, None)))
+    for held in checkpoint.objects.values():
+        if held.item and not held.item.nbytes:
+            message = f"{held.fqn!r}: its item in {held.item.file} has no bytes, too few for any object"
+            problems.append(Finding.of("short-item", message, *whereabouts(held.item, held.fqn, None)))
     return [*problems, *foreign_tensors(foreign)]
 
 
-def _short_chunks(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[list[Chunk], list[Chunk]]:
-    """Return the chunks whose items are shorter than their values, and those that are a little longer."""
-    dtype = dtypes.BY_NAME.get(entry.dtype)
-    if dtype is None:
-        return [], []
-    rows = slice(entry.chunks.first_row, entry.chunks.first_row + len(entry.chunks))
-    lacking = list(map(sub, _needed_nbytes(entry, dtype.itemsize), checkpoint.table.byte_length[rows]))
-    least = 0 if checkpoint.variant.shares_places else -LEAST_AROUND_NBYTES
-    if not lacking or max(lacking) <= least:
-        return [], []
-    found = [(nbytes, entry.chunks[index]) for index, nbytes in enumerate(lacking) if nbytes > least]
-    plain = [(nbytes, chunk) for nbytes, chunk in found if chunk.item and not chunk.item.transforms]
-    return [chunk for nbytes, chunk in plain if nbytes > 0], [chunk for nbytes, chunk in plain if nbytes <= 0]
+class _Looked(NamedTuple):
+    """What an item is: of which class, if that is no plain tensor, and whether its inner tensors are known."""
+
+    foreign: str = ""
+    is_known: bool = False
 
 
-def _foreign(checkpoint: Checkpoint, entry: TensorEntry, chunk: Chunk) -> str:
-    """Return what the item of a chunk is, if that is a tensor of a class that is not looked into; "" if not."""
+def _look_at(checkpoint: Checkpoint, entry: TensorEntry, chunk: Chunk) -> _Looked:
+    if not chunk.item:
+        return _Looked()
     try:
-        return checkpoint.source.examine(entry, chunk, chunk.item).foreign if chunk.item else ""
+        found = checkpoint.source.examine(entry, chunk, chunk.item)
     except DcptoolError:
-        return ""  # which --records tells of it
-
-
-def _needed_nbytes(entry: TensorEntry, itemsize: int) -> Iterable[int]:
-    """Return the bytes of each chunk's elements, column by column."""
-    needed: Iterable[int] = repeat(itemsize, len(entry.chunks))
-    for dim in range(len(entry.shape)):
-        needed = map(mul, needed, entry.chunks.column(dim)[1])
-    return needed
+        return _Looked()  # which --records tells of it
+    return _Looked(found.foreign, bool(found.inner))
 
 
 def _short_item(entry: TensorEntry, chunk: Chunk, count: int) -> Finding:

@@ -13,8 +13,8 @@ from threading import Event
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.entries import ObjectEntry, TensorEntry, require_box
-from dcptool.checkpoint.extents import Examined, Extent, Payload, Record, place_words, whereabouts
+from dcptool.checkpoint.entries import ObjectEntry, TensorEntry, not_the_box, require_box
+from dcptool.checkpoint.extents import Chunk, Examined, Extent, Payload, Record, place_words, whereabouts
 from dcptool.checkpoint.fill import crc32
 from dcptool.checkpoint.findings import LOOK_AGAIN, Finding, how_to_load, unsafe_pickle
 from dcptool.checkpoint.items import FileItems, Placed, name_of
@@ -229,6 +229,8 @@ class _Scan:
         views: Sequence[Elements] = ()
         if chunk and payload and not _misfit(placed, payload):
             views = [Elements(entry.fqn, chunk.offsets, payload)]
+        elif examined.inner:
+            views = [Elements(f"{entry.fqn}.{name}", (0,) * len(p.shape), p) for name, p in examined.inner]
         elif isinstance(entry, ObjectEntry) and any(record.name.startswith("data/") for record in examined.records):
             views = views_inside(self._source, entry)
         views = [view for view in views if view.can_be_not_finite]
@@ -241,10 +243,10 @@ class _Scan:
 
     def _look_at(self, placed: Placed, examined: Examined | None) -> Tally:
         chunk = placed.chunk
-        payload, records, unsafe, foreign = examined or self._examine(placed)
+        payload, records, unsafe, foreign, inner = examined or self._examine(placed)
         for finding in unsafe_pickle(unsafe, "its pickle"):
             self._add(finding.kind, placed, finding.message, finding.next_step)
-        if foreign:
+        if foreign and not inner:
             message = f"not proven: it is {foreign}, which dcptool does not look into"
             self._add("unsupported-item", placed, message, how_to_load(foreign))
         again = placed.item in self._read_whole  # each tensor of a `.pt` has all its records
@@ -254,9 +256,21 @@ class _Scan:
         if not self._checkpoint.format.items_apart:
             self._read_whole.add(placed.item)
         misfit = _misfit(placed, payload) if payload and chunk else ""
+        if inner and chunk:
+            misfit = self._misfit_inside(placed, chunk)
         if misfit:
             self._add("wrong-item", placed, misfit, _TWO_SAVES)
         return Tally(1, int(unsure), nbytes, n_read)
+
+    def _misfit_inside(self, placed: Placed, chunk: Chunk) -> str:
+        """Say why a tensor made of tensors is not the box that the metadata says; "" if it is."""
+        entry = placed.entry
+        if not isinstance(entry, TensorEntry) or not chunk.item:
+            return ""
+        stored = self._source.stored(entry, chunk, chunk.item)
+        if stored and (stored.piece.dtype, stored.piece.shape) != (entry.dtype, chunk.sizes):
+            return not_the_box(entry, chunk, stored.piece.dtype, stored.piece.shape)
+        return ""
 
     def _read(self, placed: Placed, record: Record) -> int:
         """Read a record once, check its CRC32 and look at its values; return the bytes read."""

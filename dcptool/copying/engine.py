@@ -78,7 +78,7 @@ def copy(
     """Write files from a checkpoint.
 
     Args:
-        source: an open checkpoint.
+        source: an open checkpoint; inner tensors of its tensors made of tensors can be read under their names.
         files: what to write, in groups: the files of one group are written side by side and take what they need from
             one reading of a tensor; groups are written at the same time. Names are relative to `target`.
         target: where nothing of these names is yet.
@@ -93,7 +93,7 @@ def copy(
     Raises:
         StorageError: the target cannot be written; files that were begun are removed.
     """
-    n_writers = _n_writers(len(files), threads)
+    source, n_writers = source.flat, _n_writers(len(files), threads)
     checks, stop = SourceChecks(), threading.Event()
     with _Readers(source, threads, _n_ahead(n_writers, threads), checks) as readers:
         groups = [_GroupWriter(group, readers, stop, progress, shared) for group in files]

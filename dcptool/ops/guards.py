@@ -203,17 +203,23 @@ def require_equal(source: Checkpoint, written: Checkpoint, selection: Selection,
     Raises:
         ItemError: one of them differs; names it.
     """
+    source_inner = {fqn: found.inner for fqn, found in source.subclasses.items()}
     sides = Access("A", source), Access("B", written)
     tensors = [item for item in selection.tensors if item.dtype == item.entry.dtype and item.name in written.tensors]
     objects = [item for item in selection.objects if item.name in written.objects]
+    named = [
+        (f"{item.name}.{part.inner}" if part.inner else item.name, part)
+        for item in tensors
+        for part in source_inner.get(item.entry.fqn, (item.entry,))
+    ]
     with Pool(threads) as pool:
         comparison = ValueComparison(*sides, DiffOptions(), pool, None)
-        outcomes = comparison.run([(item.entry, written.tensors[item.name]) for item in tensors])
+        outcomes = comparison.run([(entry, written.flat.tensors[name]) for name, entry in named])
         pairs = ((item.entry, written.objects[item.name]) for item in objects)
         found = [outcome for _, outcome in pool.run(lambda pair: compare_objects(*sides, *pair), pairs)]
     wrong = [
-        item.name
-        for item, outcome in zip(tensors, outcomes, strict=True)
+        name
+        for (name, _), outcome in zip(named, outcomes, strict=True)
         if outcome.values is not None or outcome.unreadable
     ]
     wrong += [item.name for item, got in zip(objects, found, strict=True) if got.unequal or got.unreadable]

@@ -17,7 +17,7 @@ from dcptool.pickles.standins import Global, Node, PersistentId, qualified_name
 
 MAX_NDIM = 64
 
-_PARAMETERS = {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
+PARAMETERS = {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
 _TENSORS = {
     "torch._utils._rebuild_tensor": 4,
     "torch._utils._rebuild_tensor_v2": 6,
@@ -69,7 +69,7 @@ def tensor_view(node: Any) -> TensorView | None:
         if not isinstance(node, Node) or not node.called:
             return None
         name = qualified_name(node.function)
-        if name in _PARAMETERS and node.args:
+        if name in PARAMETERS and node.args:
             node = node.args[0]
         elif name == "torch._tensor._rebuild_from_type_v2" and len(node.args) == 4:
             function, _, arguments, _ = node.args  # a subclass of Tensor, or a tensor with attributes
@@ -109,7 +109,7 @@ def foreign_tensor(node: Any) -> str:
         if not isinstance(node, Node) or not node.called:
             return ""
         name = qualified_name(node.function)
-        if name in _PARAMETERS and node.args:
+        if name in PARAMETERS and node.args:
             node = node.args[0]
         elif name in _FORMS:
             return _FORMS[name]
@@ -141,22 +141,36 @@ def is_tensor(node: Any) -> bool:
 
 
 def _rebuilt(name: str, args: tuple[Any, ...]) -> TensorView:
-    storage, storage_offset, shape, strides = args[:4]
+    if name.endswith("_v3"):
+        return storage_view(*args[:4], dtype_of(args[6]), args[7] if len(args) > 7 else None)
+    return storage_view(*args[:4], flags=args[6] if len(args) > 6 else None)
+
+
+def storage_view(
+    storage: Any, storage_offset: Any, shape: Any, strides: Any, dtype: str = "", flags: Any = None
+) -> TensorView:
+    """Return the view of a storage that a pickle describes.
+
+    Args:
+        storage: what stands for it.
+        storage_offset, shape, strides: as the pickle gives them.
+        dtype: torch's name; "" for that of the storage.
+        flags: whether values are conjugated or negated, if the pickle tells.
+
+    Raises:
+        ItemError: they do not fit together.
+    """
     if not isinstance(storage, PersistentId) or not isinstance(storage.value, tuple) or len(storage.value) < 5:
         raise ItemError("its pickle names no storage")
     tag, storage_class, key, _, length = storage.value[:5]
-    if name.endswith("_v3"):
-        dtype = _dtype(args[6])
-        flags = args[7] if len(args) > 7 else None
-    else:
+    if not dtype:
         kind = dtypes.BY_STORAGE.get(getattr(storage_class, "name", ""))
         if kind is None:
             raise ItemError(f"its pickle names an unknown storage type {qualified_name(storage_class)}")
         dtype = kind.name
-        flags = args[6] if len(args) > 6 else None
     itemsize = dtypes.lookup(dtype).itemsize
     untyped = getattr(storage_class, "name", "") == "UntypedStorage"
-    shape, strides = _ints(shape), _ints(strides)
+    shape, strides = ints_of(shape), ints_of(strides)
     if tag != "storage" or not isinstance(key, str) or not _is_count(length) or not _is_count(storage_offset):
         raise ItemError("its pickle describes its storage in an unknown way")
     if len(shape) != len(strides):
@@ -169,15 +183,16 @@ def _rebuilt(name: str, args: tuple[Any, ...]) -> TensorView:
     return TensorView(key, storage_nbytes, dtype, shape, strides, storage_offset, conj, neg)
 
 
-def _dtype(value: Any) -> str:
+def dtype_of(value: Any) -> str:
+    """Return torch's name of a dtype without prefix."""
     name = qualified_name(value)
     if not isinstance(value, Global) or not name.startswith("torch."):
         raise ItemError(f"its pickle gives {name} as dtype")
     return name.removeprefix("torch.")
 
 
-def _ints(value: Any) -> Ints:
-    """Read a shape or strides: a tuple, or a `torch.Size` of one."""
+def ints_of(value: Any) -> Ints:
+    """Return a shape or strides: a tuple, or a `torch.Size` of one."""
     if isinstance(value, Node) and qualified_name(value) == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
     if not isinstance(value, tuple | list) or len(value) > MAX_NDIM or not all(map(_is_count, value)):

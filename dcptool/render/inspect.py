@@ -88,9 +88,10 @@ def _quoted(path: str) -> str:
 def _checkpoint_text(checkpoint: CheckpointSummary, report: StatsReport | None) -> str:
     evidence = f" ({'; '.join(map(shown, checkpoint.evidence))})" if checkpoint.evidence else ""
     size = str(checkpoint.world_size) if checkpoint.world_size else "unknown"
-    total = sum(tensor.nbytes for tensor in checkpoint.tensors)
+    tensors = [tensor for tensor in checkpoint.tensors if not tensor.inside]
+    total = sum(tensor.nbytes for tensor in tensors)
     n_files = sum(file.nbytes is not None for file in checkpoint.files)
-    n_shown = len(checkpoint.tensors) + len(checkpoint.objects)
+    n_shown = len(tensors) + len(checkpoint.objects)
     selected = "" if n_shown == checkpoint.n_entries else f" (selected from {plural(checkpoint.n_entries, 'entry')})"
     facts = [
         ["format", shown(checkpoint.flavour) + evidence],
@@ -99,7 +100,7 @@ def _checkpoint_text(checkpoint: CheckpointSummary, report: StatsReport | None) 
         ["files", f"{plural(n_files, 'file')}, {nbytes(checkpoint.nbytes)}"],
         [
             "content",
-            f"{plural(len(checkpoint.tensors), 'tensor')} of {nbytes(total)}, "
+            f"{plural(len(tensors), 'tensor')} of {nbytes(total)}, "
             f"{plural(len(checkpoint.objects), 'object')}{selected}",
         ],
     ]
@@ -160,14 +161,16 @@ def _tensors_text(checkpoint: CheckpointSummary, width: int) -> str:
     if not tensors:
         return ""
     listed = tensors[0].chunks is not None
-    folds = _folds([tensor.fqn for tensor in tensors], [(t.dtype, t.shape, t.layout) for t in tensors], not listed)
+    folds = _folds(
+        [tensor.fqn for tensor in tensors], [(t.dtype, t.shape, t.kind, t.layout) for t in tensors], not listed
+    )
     rows = []
     for found in folds:
         tensor = tensors[found.indexes[0]]
         shape = "×".join(map(str, tensor.shape)) or "scalar"
         size = nbytes(sum(tensors[index].nbytes for index in found.indexes))
         count = [f"{len(found.indexes):,}"] if len(folds) < len(tensors) else []
-        rows.append([shown(found.name), *count, shown(tensor.dtype), shape, size, str(tensor.layout)])
+        rows.append([shown(found.name), *count, shown(tensor.dtype), shape, size, _layout_text(tensor)])
     headers = ["tensor", *(["count"] if len(folds) < len(tensors) else []), "dtype", "shape", "bytes", "layout"]
     right = (headers.index("bytes"), headers.index("count")) if "count" in headers else (headers.index("bytes"),)
     if not listed:
@@ -176,6 +179,10 @@ def _tensors_text(checkpoint: CheckpointSummary, width: int) -> str:
     files = {file.name: file.nbytes for file in checkpoint.files if file.nbytes is not None}
     blocks = ["\n".join([line, *_chunk_lines(tensor, files)]) for line, tensor in zip(lines, tensors, strict=True)]
     return "\n".join([head, rule, *blocks])
+
+
+def _layout_text(tensor: TensorSummary) -> str:
+    return f"{tensor.layout}, {shown(tensor.kind)}" if tensor.kind else str(tensor.layout)
 
 
 def _stats_text(report: StatsReport, width: int) -> str:
@@ -216,7 +223,9 @@ def _values_text(checkpoint: CheckpointSummary) -> str:
     for tensor in checkpoint.tensors:
         shape = "×".join(map(str, tensor.shape)) or "scalar"
         head = f"{shown(tensor.fqn)}  {shown(tensor.dtype)} {shape}"
-        if tensor.corner is None:
+        if tensor.kind:
+            blocks.append(f"{head}  ({shown(tensor.kind)}: its inner tensors are below)")
+        elif tensor.corner is None:
             blocks.append(f"{head}  (not read: too many tensors; select some with --keys)")
         elif isinstance(tensor.corner, str):
             blocks.append(f"{head}  ({shown(tensor.corner)})")

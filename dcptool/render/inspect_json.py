@@ -52,6 +52,8 @@ def _checkpoint_json(checkpoint: CheckpointSummary, stats: Mapping[str, TensorSt
 def _tensor_json(tensor: TensorSummary, stats: TensorStats | None) -> dict[str, Any]:
     told = fields_of(tensor, "dtype", "shape", "nbytes", "layout", "n_chunks", "files")
     fields = {"fqn": tensor.fqn, "kind": "tensor", **told, "layout": str(tensor.layout)}
+    fields |= {"class": tensor.kind} if tensor.kind else {}
+    fields |= {"inside": tensor.inside} if tensor.inside else {}
     if stats is not None:
         from dcptool.render.stats import stats_json
 

@@ -7,7 +7,7 @@ from io import BytesIO
 from typing import Any
 
 from dcptool.checkpoint import dtypes
-from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
+from dcptool.checkpoint.entries import Entry, ObjectEntry, Stored, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Payload, Record
 from dcptool.checkpoint.regions import contiguous_strides, volume
 from dcptool.errors import ItemError, MetadataError, StorageError, UnsupportedError
@@ -42,7 +42,8 @@ class DcpSource:
         nbytes = self._nbytes(item, volume(chunk.sizes) * dtypes.lookup(entry.dtype).itemsize)
         start = self._read(item, 0, head_nbytes(nbytes))
         if start.startswith(_ZIP):
-            return torch_items.tensor_payload(TorchZip(lambda at, n: self._read(item, at, n), nbytes, start), item)
+            archive = TorchZip(lambda at, n: self._read(item, at, n), nbytes, start)
+            return torch_items.tensor_payload(archive, item, entry.inner)
         if not item.transforms and self._in_blob(item):
             return self._safetensors_payload(entry, chunk, item)
         raise ItemError(_no_zip(start))
@@ -94,6 +95,13 @@ class DcpSource:
     def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
         archive, item = self._object_archive(entry)
         return self._loaded(entry, archive), torch_items.storages(archive, item)
+
+    def stored(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Stored | None:
+        nbytes = self._nbytes(item, MAX_VALUE_NBYTES // 4)
+        start = self._read(item, 0, head_nbytes(nbytes))
+        if not start.startswith(_ZIP):
+            return None
+        return torch_items.stored(TorchZip(lambda at, n: self._read(item, at, n), nbytes, start), item)
 
     def over(self, storage: Storage) -> DcpSource:
         return DcpSource(storage)

@@ -29,6 +29,7 @@ from dcptool.formats.dcp.printing import Place
 from dcptool.formats.dcp.reader import collector_paused
 from dcptool.formats.marker import NAME, Marker
 from dcptool.formats.torch_save.graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
+from dcptool.formats.torch_save.made import Made
 from dcptool.formats.torch_save.zip_write import NewMember, Template, lay_out_zip, template
 from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Node, call, new, ref
@@ -153,9 +154,9 @@ def data_files(checkpoint: Checkpoint, selection: Selection, arrangement: Arrang
         ItemError: an object of the source is damaged.
     """
     by_name = {item.name: item for item in selection.in_order}
-    files = []
+    files, made = [], Made(checkpoint)
     for name, items in arrangement.files.items():
-        zips = _Zips(checkpoint, [(by_name[entry], box) for entry, box in items])
+        zips = _Zips(checkpoint, [(by_name[entry], box) for entry, box in items], made)
         files.append(OutputFile(name, zips.nbytes, zips))
     return files
 
@@ -211,18 +212,19 @@ def _file_names(checkpoint: Checkpoint, items: Mapping[str, object]) -> list[str
 class _Zips:
     """The parts of a data file: the zips of its items, laid out one after the other when they are asked for."""
 
-    def __init__(self, checkpoint: Checkpoint, items: Sequence[_Item]) -> None:
+    def __init__(self, checkpoint: Checkpoint, items: Sequence[_Item], made: Made) -> None:
         self._items = items
-        self._objects = {
-            index: _object_members(checkpoint, item)
-            for index, (item, _) in enumerate(items)
-            if isinstance(item, SelectedObject)
-        }
+        self._objects: dict[int, list[NewMember]] = {}
+        for index, (item, box) in enumerate(items):
+            if isinstance(item, SelectedObject):
+                self._objects[index] = _object_members(checkpoint, item)
+            elif box and item.entry.fqn in made:
+                self._objects[index] = _made_members(made, item, box)
 
     def __iter__(self) -> Iterator[Part]:
         slot = 0
         for index, (item, box) in enumerate(self._items):
-            if isinstance(item, SelectedTensor) and box:
+            if isinstance(item, SelectedTensor) and box and index not in self._objects:
                 zipped = _tensor_zip(item.dtype, box[1])
                 yield Literal(zipped.head)
                 yield Fill(item.entry.fqn, *box, item.dtype, _nbytes(item.dtype, box[1]))
@@ -247,7 +249,7 @@ class _Zips:
         return sum(self._nbytes(index, *item) for index, item in enumerate(self._items))
 
     def _nbytes(self, index: int, item: SelectedTensor | SelectedObject, box: Box | None) -> int:
-        if isinstance(item, SelectedTensor) and box:
+        if isinstance(item, SelectedTensor) and box and index not in self._objects:
             return _tensor_zip(item.dtype, box[1]).nbytes + _nbytes(item.dtype, box[1])
         return lay_out_zip(self._objects[index])[1]
 
@@ -273,6 +275,19 @@ def _object_members(checkpoint: Checkpoint, item: SelectedObject) -> list[NewMem
     return [
         NewMember("data.pkl", Literal(emit(root, 2))),
         *(NewMember(f"data/{key}", Verbatim(record)) for key, record in keys.records.items()),
+        *(NewMember(name, Literal(content)) for name, content in TAIL),
+    ]
+
+
+def _made_members(made: Made, item: SelectedTensor, box: Box) -> list[NewMember]:
+    """Return the zip of a box of a tensor made of tensors."""
+    keys = Keys()
+    root, fills = made.node(item.entry, box, keys)
+    parts: dict[str, Fill | Verbatim] = {key: Verbatim(record) for key, record in keys.records.items()}
+    parts |= fills
+    return [
+        NewMember("data.pkl", Literal(emit(root, 2))),
+        *(NewMember(f"data/{key}", parts[key]) for key in sorted(parts, key=int)),
         *(NewMember(name, Literal(content)) for name, content in TAIL),
     ]
 

@@ -18,6 +18,7 @@ from dcptool.formats.torch_save.files import TorchFile
 from dcptool.formats.torch_save.flatten import Path
 from dcptool.formats.torch_save.source import TorchSaveSource
 from dcptool.pickles.tensors import TensorView, foreign_tensor, tensor_view
+from dcptool.pickles.wrapped import Wrapped, wrapped
 from dcptool.storage import Storage
 
 
@@ -62,16 +63,27 @@ class Builder:
     def add_value(self, fqn: str, path: Path, value: Any, file: TorchFile) -> None:
         """Add what a file's pickle holds at a path: a tensor that is whole in that file, or an object."""
         fqn = self._free(fqn, file.name)
-        view = None
+        view = found = None
         try:
             view = tensor_view(value)
+            found = wrapped(value) if view is None else None
         except DcptoolError as error:
             self.problems.append(Finding.of("bad-tensor", f"{fqn!r}: {error}; shown as object", file.name, fqn))
-        if view is None:
+        if found:
+            self._add_wrapped(fqn, path, value, found, file)
+        elif view is None:
             self._source.values[fqn] = value
             self._entries[fqn] = ObjectEntry(fqn, path, file.item, foreign_tensor(value))
         else:
             self.add_tensor(fqn, path, view.dtype, view.shape, [Piece(file.name, (0,) * len(view.shape), view)])
+
+    def _add_wrapped(self, fqn: str, path: Path, value: Any, found: Wrapped, file: TorchFile) -> None:
+        """Add a tensor made of tensors, whole in a file."""
+        mark, shape = self._table.mark(), found.piece.shape
+        self._table.add((0,) * len(shape), shape, file.item)
+        self._source.values[fqn], self._source.wrapped[fqn] = value, found
+        chunks = self._table.chunks_since(mark, len(shape))
+        self._entries[fqn] = TensorEntry(fqn, found.piece.dtype, shape, path, chunks, kind=found.piece.kind)
 
     def add_tensor(self, fqn: str, path: Path | None, dtype: str, shape: Ints, pieces: Sequence[Piece]) -> None:
         """Add a tensor in pieces; of a box that is there more than once, the first is a chunk, the others are copies.

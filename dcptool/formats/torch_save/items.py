@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
+from dcptool.checkpoint.entries import Stored
 from dcptool.checkpoint.extents import Examined, Extent, Payload, Record
 from dcptool.checkpoint.findings import how_to_load
+from dcptool.checkpoint.pieces import Piece
 from dcptool.checkpoint.regions import span
 from dcptool.errors import ItemError, UnsupportedError
 from dcptool.formats.torch_save.zip import TorchZip
@@ -15,13 +17,28 @@ from dcptool.pickles import inert, plain
 from dcptool.pickles.calls import Calls
 from dcptool.pickles.standins import qualified_name
 from dcptool.pickles.tensors import TensorView, foreign_tensor, tensor_view
+from dcptool.pickles.wrapped import Wrapped, wrapped
 
 MAX_KEPT_NBYTES = 4096
 MAX_CHECKED_NBYTES = 1 << 20
 """A storage in an object up to this length is read whole to be shown, so that its CRC32 can be checked."""
 _KEPT_STORAGES = 8
 
-_Viewed = tuple[TensorView | None, tuple[str, ...], str]
+
+class _Viewed(NamedTuple):
+    """The tensor that is all of an item's pickle.
+
+    Attributes:
+        view: of a plain one.
+        unsafe: what the pickle would run.
+        foreign: what it is, if it is no plain one.
+        wrapped: its inner tensors, if it is made of tensors.
+    """
+
+    view: TensorView | None
+    unsafe: tuple[str, ...]
+    foreign: str
+    wrapped: Wrapped | None
 
 
 def payload_of(view: TensorView, archive: TorchZip, item: Extent) -> Payload:
@@ -45,17 +62,42 @@ def payload_of(view: TensorView, archive: TorchZip, item: Extent) -> Payload:
     return Payload(record, view.dtype, view.shape, view.strides, view.storage_offset, view.conj, view.neg)
 
 
-def tensor_payload(archive: TorchZip, item: Extent) -> Payload:
+def tensor_payload(archive: TorchZip, item: Extent, inner: str = "") -> Payload:
     """Return the payload of a zip that holds one tensor and nothing else, as DCP's items do.
+
+    Args:
+        archive: the zip.
+        item: where it is stored.
+        inner: which inner tensor of that tensor is meant; "" for itself.
 
     Raises:
         ItemError: it holds something else, or is damaged.
         UnsupportedError: it is a tensor of a form or class that is not looked into.
     """
-    view, _, foreign = _view(archive.content("data.pkl"))
+    found = _view(archive.content("data.pkl"))
+    view = found.wrapped.views.get(inner) if inner and found.wrapped else found.view
     if view is None:
-        raise not_looked_into(foreign)
+        raise made_of_tensors(found.wrapped.piece) if found.wrapped else not_looked_into(found.foreign)
     return payload_of(view, archive, item)
+
+
+def made_of_tensors(piece: Piece) -> UnsupportedError:
+    """Return the error that something has no values of its own, but inner tensors."""
+    names = ", ".join(piece.inner)
+    return UnsupportedError(f"it is {piece.kind}, made of {names}: these can be read, under its name and theirs")
+
+
+def stored(archive: TorchZip, item: Extent) -> Stored | None:
+    """Return what a zip holds of a tensor made of tensors; None if it holds a plain tensor.
+
+    Raises:
+        ItemError: it holds something else, or is damaged.
+    """
+    pickled = archive.content("data.pkl")
+    found = _view(pickled)
+    if found.wrapped is None:
+        return None
+    return Stored(found.wrapped.piece, inert.load(pickled), storages(archive, item))
 
 
 def not_looked_into(foreign: str) -> UnsupportedError:
@@ -72,12 +114,24 @@ def examine(archive: TorchZip, item: Extent, is_tensor: bool) -> Examined:
     archive.require_version()
     pickled = archive.content("data.pkl")
     if is_tensor:
-        view, unsafe, foreign = _view(pickled)
+        view, unsafe, foreign, found = _view(pickled)
         payload = payload_of(view, archive, item) if view else None
-        return Examined(payload, archive.records(item), unsafe, foreign)
+        inner = inner_payloads(found, archive, item) if found else ()
+        return Examined(payload, archive.records(item), unsafe, foreign, inner)
     calls = Calls()
     inert.load(pickled, calls=calls)
     return Examined(None, archive.records(item), calls.unsafe)
+
+
+def inner_payloads(found: Wrapped, archive: TorchZip, item: Extent) -> tuple[tuple[str, Payload], ...]:
+    """Return the payload of each inner tensor by its name; errors as of `payload_of`, which name it."""
+    payloads = []
+    for name, view in found.views.items():
+        try:
+            payloads.append((name, payload_of(view, archive, item)))
+        except ItemError as error:
+            raise ItemError(f"its inner tensor {name!r}: {error.message}") from error
+    return tuple(payloads)
 
 
 def _view(pickled: bytes) -> _Viewed:
@@ -89,10 +143,11 @@ def _read_view(pickled: bytes) -> _Viewed:
     calls = Calls()
     root = inert.load(pickled, calls=calls)
     view = tensor_view(root)
-    foreign = "" if view else foreign_tensor(root)
+    found = None if view else wrapped(root)
+    foreign = "" if view else found.piece.kind if found else foreign_tensor(root)
     if view is None and not foreign:
         raise ItemError(f"the metadata says tensor, stored is an object of class {qualified_name(root)}")
-    return view, calls.unsafe, foreign
+    return _Viewed(view, calls.unsafe, foreign, found)
 
 
 _small_view = functools.lru_cache(4096)(_read_view)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
+from dcptool.checkpoint.entries import Entry, ObjectEntry, Stored, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Ints, Payload, Record
 from dcptool.errors import ItemError
 from dcptool.formats.torch_save import items as torch_items
@@ -14,6 +14,7 @@ from dcptool.formats.torch_save.zip import TorchZip
 from dcptool.pickles import inert, plain
 from dcptool.pickles.emit import emit
 from dcptool.pickles.tensors import TensorView
+from dcptool.pickles.wrapped import Wrapped
 from dcptool.storage import Storage
 
 
@@ -26,39 +27,53 @@ class TorchSaveSource:
 
     Attributes:
         views: for each chunk, by fqn, offsets in the whole tensor and file, the view of a storage that it is.
-        values: the object of each fqn, as stand-ins.
+        values: the object of each fqn, as stand-ins, and the tensors made of tensors.
+        wrapped: the inner tensors of these, by fqn.
     """
 
     def __init__(self, storage: Storage, archives: Mapping[str, TorchZip]) -> None:
         self._storage, self._archives = storage, archives
         self.views: dict[tuple[str, Ints, str], TensorView] = {}
         self.values: dict[str, Any] = {}
+        self.wrapped: dict[str, Wrapped] = {}
         self.unsafe: dict[str, tuple[str, ...]] = {}  # a file's pickle is one, looked at when it is opened
         self._records: dict[str, tuple[Record, ...]] = {}
         self._storages: dict[str, dict[str, Record]] = {}
 
     def payload(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Payload:
         view = self.views.get((entry.fqn, chunk.offsets, item.file))
+        if entry.inner:
+            view = self.wrapped[entry.fqn.removesuffix(f".{entry.inner}")].views.get(entry.inner)
+        if view is None and entry.fqn in self.wrapped:
+            raise torch_items.made_of_tensors(self.wrapped[entry.fqn].piece)
         if view is None:
             raise ItemError("no view of a storage is known for it")
         return torch_items.payload_of(view, self._archives[item.file], item)
 
     def examine(self, entry: Entry, chunk: Chunk | None, item: Extent) -> Examined:
         is_tensor = chunk is not None and isinstance(entry, TensorEntry)
-        payload = self.payload(entry, chunk, item) if is_tensor else None  # type: ignore[arg-type]
-        foreign = entry.foreign if isinstance(entry, ObjectEntry) else ""
+        found = self.wrapped.get(entry.fqn) if is_tensor else None
+        payload = self.payload(entry, chunk, item) if is_tensor and not found else None  # type: ignore[arg-type]
+        foreign = found.piece.kind if found else entry.foreign if isinstance(entry, ObjectEntry) else ""
+        inner = torch_items.inner_payloads(found, self._archives[item.file], item) if found else ()
         if item.file not in self._records:
             self._records[item.file] = self._archives[item.file].records(item)
-        return Examined(payload, self._records[item.file], foreign=foreign)
+        return Examined(payload, self._records[item.file], foreign=foreign, inner=inner)
 
     def edge_problem(self, item: Extent) -> str:
         return ""  # all headers were read when it was opened
 
     def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
-        item = _item_of(entry)
+        return self._copied(entry.fqn, _item_of(entry))
+
+    def stored(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Stored | None:
+        found = self.wrapped.get(entry.fqn)
+        return Stored(found.piece, *self._copied(entry.fqn, item)) if found else None
+
+    def _copied(self, fqn: str, item: Extent) -> tuple[Any, dict[str, Record]]:
         if item.file not in self._storages:
             self._storages[item.file] = torch_items.storages(self._archives[item.file], item)
-        root = inert.load(emit(self.values[entry.fqn], 4))  # a copy: who asks for it may change it
+        root = inert.load(emit(self.values[fqn], 4))  # a copy: who asks for it may change it
         return root, self._storages[item.file]
 
     def over(self, storage: Storage) -> TorchSaveSource:

@@ -12,6 +12,7 @@ from dcptool.checkpoint.selection import Path, SelectedObject, SelectedTensor, S
 from dcptool.copying.outputs import Fill, LaidOut, Literal, Merged, OutputFile, Verbatim, Wanted
 from dcptool.errors import LayoutError
 from dcptool.formats.torch_save.graphs import TAIL, Keys, ObjectGraph, rekey, tensor_node
+from dcptool.formats.torch_save.made import Made
 from dcptool.formats.torch_save.zip_write import NewMember, lay_out_zip
 from dcptool.pickles.emit import emit
 
@@ -44,13 +45,18 @@ def one_file(
         LayoutError: two paths cannot be nested into one structure.
         ItemError: an object of the source is damaged.
     """
-    keys = Keys()
+    keys, made = Keys(), Made(checkpoint)
     paths = [(item.name,) if flat or item.path is None else item.path for item in selection.in_order]
+    value: Any
     root: Any = [] if paths and all(path and isinstance(path[0], int) for path in paths) else {}
     n_filled = 0
     fills: list[tuple[str, Fill]] = []
     for item, path in zip(selection.in_order, paths, strict=True):
-        if isinstance(item, SelectedTensor):
+        if isinstance(item, SelectedTensor) and item.entry.fqn in made:
+            whole = (0,) * len(item.entry.shape), item.entry.shape
+            value, parts = made.node(item.entry, whole, keys)
+            fills += parts.items()
+        elif isinstance(item, SelectedTensor):
             key = keys.fresh()
             fills.append((key, _fill(item)))
             value = tensor_node(item.dtype, item.entry.shape, key)

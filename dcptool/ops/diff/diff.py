@@ -13,7 +13,7 @@ from typing import Any
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
-from dcptool.checkpoint.selection import select
+from dcptool.checkpoint.selection import select, with_inner
 from dcptool.checks.copies import apart_notes
 from dcptool.copying.pool import Pool
 from dcptool.formats.detect import found_below, open_checkpoint
@@ -110,6 +110,10 @@ def compare_checkpoints(
     Raises:
         LayoutError: nothing is selected, or stripping a prefix makes names collide.
     """
+    (keys_a, exclude_a), (keys_b, exclude_b) = (with_inner(side, options.keys, options.exclude) for side in (a, b))
+    keys, exclude = (*keys_a, *keys_b), (*exclude_a, *exclude_b)
+    options = options._replace(keys=tuple(dict.fromkeys(keys)), exclude=tuple(dict.fromkeys(exclude)))
+    a, b = a.flat, b.flat
     known = known_entries(a), known_entries(b)
     paired, renames = _paired(*known, a, options, names or {})
     renamed = [(x, y) for x, y in renames if x.kind == "tensor"]

@@ -162,8 +162,9 @@ def _with_stats(
 
     checkpoints, reports = [], []
     for checkpoint, shown in zip(opened, summary.checkpoints, strict=True):
-        entries = [checkpoint.tensors[tensor.fqn] for tensor in shown.tensors]
-        report = stats_of(checkpoint, entries, threads, progress)
+        flat = checkpoint.flat
+        entries = [flat.tensors[tensor.fqn] for tensor in shown.tensors if tensor.fqn in flat.tensors]
+        report = stats_of(flat, entries, threads, progress)
         problems = (*shown.problems, *report.findings)
         known = {problem.file for problem in errors(shown.problems)} - {None}
         # What a missing file held is missing, not damaged.

@@ -14,7 +14,7 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.entries import TensorEntry
 from dcptool.checkpoint.extents import Ints
 from dcptool.checkpoint.findings import Finding, errors
-from dcptool.checkpoint.selection import globs, select
+from dcptool.checkpoint.selection import globs, select, with_inner
 from dcptool.copying.checking import damaged_item
 from dcptool.copying.pool import Pool
 from dcptool.copying.reading import Where
@@ -123,8 +123,9 @@ def tensor_stats(
         >>> [tensor.fqn for tensor in dcptool.tensor_stats("ckpt/step_500").tensors if tensor.n_nan]
     """
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
-    entries = [tensor.entry for tensor in select(opened, globs(keys), globs(exclude)).tensors]
-    return stats_of(opened, entries, threads, progress)
+    flat = opened.flat
+    entries = [tensor.entry for tensor in select(flat, *with_inner(opened, globs(keys), globs(exclude))).tensors]
+    return stats_of(flat, entries, threads, progress)
 
 
 def stats_of(

@@ -6,7 +6,7 @@ Reads the objects' small items; of tensors not one byte.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
@@ -36,7 +36,8 @@ class TensorSummary(NamedTuple):
     """One tensor: names, sizes in elements and bytes, how it is cut and where it is stored.
 
     `chunks` and `corner` are None unless asked for; `corner` holds the tensor's first elements as nested lists, or the
-    reason why they could not be read.
+    reason why they could not be read. `kind` is the class of a tensor that is made of tensors, and `nbytes` those of
+    its inner ones, which follow it: `inside` is its name in them.
     """
 
     fqn: str
@@ -48,6 +49,8 @@ class TensorSummary(NamedTuple):
     files: tuple[str, ...]
     chunks: tuple[Chunk, ...] | None
     corner: Any = None
+    kind: str = ""
+    inside: str = ""
 
     @property
     def elements(self) -> int:
@@ -136,10 +139,10 @@ def summarize_checkpoint(
     """Summarize one open checkpoint; arguments as in `summarize`."""
     selected = [fqn for fqn in checkpoint if selects(fqn, keys, exclude)]
     layouts = layouts_of(checkpoint)
-    tensors = tuple(_tensor(checkpoint.tensors[fqn], layouts[fqn], chunks) for fqn in selected if fqn in layouts)
+    tensors = tuple(_tensors(checkpoint, keys, exclude, layouts, chunks))
     if values:
-        shown = ((tensor, checkpoint.tensors[tensor.fqn]) for tensor in tensors[:MAX_CORNERS])
-        tensors = (*(t._replace(corner=_corner(checkpoint, entry)) for t, entry in shown), *tensors[MAX_CORNERS:])
+        corners = (t if t.kind else t._replace(corner=_corner(checkpoint, t)) for t in tensors[:MAX_CORNERS])
+        tensors = (*corners, *tensors[MAX_CORNERS:])
     names = [fqn for fqn in selected if not isinstance(checkpoint[fqn], TensorEntry)]
     unreadable: dict[str, list[DcptoolError]] = {}
     within = _within_budget(checkpoint, names)
@@ -178,6 +181,27 @@ def _files(checkpoint: Checkpoint) -> tuple[FileSummary, ...]:
     return tuple(map(summary, dict.fromkeys([*checkpoint.files, *sorted(checkpoint.usage)])))
 
 
+def _tensors(
+    checkpoint: Checkpoint, keys: Sequence[str], exclude: Sequence[str], layouts: Mapping[str, Layout], chunks: bool
+) -> Iterator[TensorSummary]:
+    """Yield the tensors that are selected, inner ones after what they are in, with it or by their own names."""
+    subclasses = checkpoint.subclasses
+    inner_layouts = layouts_of(checkpoint.flat) if subclasses else {}
+    for fqn, entry in checkpoint.tensors.items():
+        found, wanted = subclasses.get(fqn), selects(fqn, keys, exclude)
+        inner = [
+            _tensor(part, inner_layouts[part.fqn], chunks)._replace(inside=fqn)
+            for part in (found.inner if found else ())
+            if wanted or selects(part.fqn, keys, exclude)
+        ]
+        if wanted and found:
+            kind, nbytes = found.piece.kind.removeprefix("a "), sum(part.nbytes for part in inner)
+            yield _tensor(entry, layouts[fqn], chunks)._replace(kind=kind, nbytes=nbytes)
+        elif wanted:
+            yield _tensor(entry, layouts[fqn], chunks)
+        yield from inner
+
+
 def _tensor(entry: TensorEntry, found: Layout, chunks: bool) -> TensorSummary:
     kept = tuple(entry.chunks) if chunks else None
     files = tuple(entry.chunks.files())
@@ -189,7 +213,7 @@ def corner_sizes(shape: Ints) -> Ints:
     return tuple(min(size, 8 if dim >= len(shape) - 2 else 1) for dim, size in enumerate(shape))
 
 
-def _corner(checkpoint: Checkpoint, entry: TensorEntry) -> Any:
+def _corner(checkpoint: Checkpoint, entry: TensorSummary) -> Any:
     """Read the first elements of a tensor as nested lists of Python numbers; a message where that fails."""
     try:
         array = checkpoint.read(entry.fqn, sizes=corner_sizes(entry.shape))
@@ -240,6 +264,8 @@ def _groups(tensors: Sequence[TensorSummary], objects: Sequence[ObjectSummary], 
     members: dict[str, list[TensorSummary]] = {}
     n_objects = Counter(_prefix(item.fqn, depth) for item in objects)
     for tensor in tensors:
+        if tensor.inside:
+            continue
         members.setdefault(_prefix(tensor.fqn, depth), []).append(tensor)
     groups = []
     for name, inside in {**members, **{name: members.get(name, []) for name in n_objects}}.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 from dcptool import __version__
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.entries import ObjectEntry
+from dcptool.checkpoint.entries import ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Extent
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.kinds import Severity
@@ -65,9 +65,9 @@ def describe(checkpoint: Checkpoint, summary: CheckpointSummary, verdict: Verdic
         "boxes": shards.boxes,
         "columns": shards.columns.rules,
         "replicas": [
-            [index, [shards.chunk(chunk) for chunk in checkpoint.tensors[fqn].replicas]]
+            [index, [shards.chunk(chunk) for chunk in shards.entry(fqn).replicas]]
             for fqn, index in index_of.items()
-            if checkpoint.tensors[fqn].replicas
+            if shards.entry(fqn).replicas
         ],
         "objects": [_object(item, shards.place(_item(checkpoint, item.fqn))) for item in summary.objects],
     }
@@ -89,11 +89,17 @@ class _Shards:
     def row(self, tensor: TensorSummary) -> list[Any]:
         """Return the row of a tensor."""
         dtype = self.dtypes.setdefault(tensor.dtype, len(self.dtypes))
-        layout = self.layouts.setdefault(str(tensor.layout), len(self.layouts))
+        words = f"{tensor.layout}, {tensor.kind}" if tensor.kind else str(tensor.layout)
+        layout = self.layouts.setdefault(words, len(self.layouts))
         return [tensor.fqn, dtype, [*tensor.shape], tensor.nbytes, layout, *self._chunks(tensor.fqn)]
 
+    def entry(self, fqn: str) -> TensorEntry:
+        """Return a tensor, be it an inner one of another."""
+        found = self._checkpoint.tensors.get(fqn)
+        return found if found else self._checkpoint.flat.tensors[fqn]
+
     def _chunks(self, fqn: str) -> list[int]:
-        entry = self._checkpoint.tensors[fqn]
+        entry = self.entry(fqn)
         key = (entry.shape, len(entry.chunks), entry.chunks.key()[0])
         boxes = self._known.get(key)
         if boxes is None:
