@@ -141,9 +141,9 @@ def is_tensor(node: Any) -> bool:
 
 
 def _rebuilt(name: str, args: tuple[Any, ...]) -> TensorView:
-    if name.endswith("_v3"):
-        return storage_view(*args[:4], dtype_of(args[6]), args[7] if len(args) > 7 else None)
-    return storage_view(*args[:4], flags=args[6] if len(args) > 6 else None)
+    first = 7 if name.endswith("_v3") else 6
+    dtype = dtype_of(args[6]) if first == 7 else ""
+    return storage_view(args[0], args[1], args[2], args[3], dtype, args[first] if len(args) > first else None)
 
 
 def storage_view(

@@ -139,7 +139,7 @@ def _checked(found: Wrapped) -> Wrapped:
     return found
 
 
-def rebuilt(root: Any, piece: Piece, cuts: Mapping[str, Cut], shape: Ints, inner: Mapping[str, Node]) -> Node:
+def rebuilt(root: Any, piece: Piece, cuts: Mapping[str, Cut], shape: Ints, inner: Mapping[str, Node]) -> Any:
     """Return the graph of a box of a tensor made of tensors, after that of a piece of it.
 
     Args:
@@ -157,7 +157,8 @@ def rebuilt(root: Any, piece: Piece, cuts: Mapping[str, Cut], shape: Ints, inner
         storage.value = (storage.value[0], node.args[0].value[1], *storage.value[2:])
         parameters = node.args[4]
         if SCALES in inner:
-            axis = cuts[SCALES].axes[0][0] if isinstance(cuts[SCALES], Blocks) else 0
+            channels = cuts[SCALES]
+            axis = channels.axes[0][0] if isinstance(channels, Blocks) else 0
             parameters = (parameters[0], inner[SCALES], inner[ZERO_POINTS], axis)
         node.args = (storage, 0, shape, contiguous_strides(shape), parameters, *node.args[5:])
         return root

@@ -53,6 +53,9 @@ class SafetensorsSource:
     def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
         raise UnsupportedError("safetensors holds no objects")
 
+    def stored(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> None:
+        return None  # a file holds plain tensors
+
     def over(self, storage: Storage) -> SafetensorsSource:
         return SafetensorsSource(storage)
 

@@ -54,8 +54,8 @@ def one_file(
     for item, path in zip(selection.in_order, paths, strict=True):
         if isinstance(item, SelectedTensor) and item.entry.fqn in made:
             whole = (0,) * len(item.entry.shape), item.entry.shape
-            value, parts = made.node(item.entry, whole, keys)
-            fills += parts.items()
+            value, anew = made.node(item.entry, whole, keys)
+            fills += anew.items()
         elif isinstance(item, SelectedTensor):
             key = keys.fresh()
             fills.append((key, _fill(item)))
