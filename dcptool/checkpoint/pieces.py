@@ -124,16 +124,15 @@ def cuts_of(piece: Piece) -> Mapping[str, Cut] | None:
 
 
 def _channels(piece: Piece) -> Mapping[str, Cut] | None:
+    """Return how a quantised tensor follows; of channels with scales of their own torch cannot load a part."""
     axis = piece.attributes.get("axis")
     cuts: dict[str, Cut] = {}
     for inner, (_, shape) in piece.inner.items():
         if inner == INTEGERS:
             cuts[inner] = _blocks(piece, inner, shape, True)
-        elif type(axis) is int and 0 <= axis < len(piece.shape) and shape == (piece.shape[axis],):
-            cuts[inner] = Blocks(((axis, 1),))
-        else:
+        elif type(axis) is not int or not 0 <= axis < len(piece.shape) or shape != (piece.shape[axis],):
             raise ItemError(_misfit(piece, inner, shape))
-    return cuts
+    return cuts if len(cuts) == len(piece.inner) else None
 
 
 def _run(piece: Piece, inner: str, shape: Ints) -> Run:

@@ -163,10 +163,10 @@ def select(
             dtype = entry.dtype
             if renaming.dtype and entry.dtype in _FLOATS and entry.dtype != renaming.dtype:
                 is_kept = not renaming.cast_optimizer and is_optimizer_state(fqn)
-                if fqn in checkpoint.subclasses:
+                kept += [fqn] if is_kept else []
+                if entry.inner or fqn in checkpoint.subclasses:
                     made.append(fqn)
                     is_kept = True
-                kept += [fqn] if is_kept and fqn not in checkpoint.subclasses else []
                 dtype = dtype if is_kept else renaming.dtype
             n_cast += dtype != entry.dtype
             items.append(SelectedTensor(name, path, entry, dtype))
@@ -176,7 +176,7 @@ def select(
         *unmatched(checkpoint, keys, exclude),
         *_prefix_notes(chosen, renaming),
         *_cast_notes(checkpoint, chosen, kept, renaming),
-        *_made_notes(checkpoint, made),
+        *_made_notes(made),
     )
     return Selection(tuple(items), n_cast, notes)
 
@@ -217,12 +217,11 @@ def _cast_notes(checkpoint: Checkpoint, chosen: Sequence[str], kept: Sequence[st
     return notes
 
 
-def _made_notes(checkpoint: Checkpoint, made: Sequence[str]) -> list[str]:
+def _made_notes(made: Sequence[str]) -> list[str]:
     """Say which tensors a cast leaves alone because other tensors are inside them."""
     if not made:
         return []
-    kind = checkpoint.subclasses[made[0]].piece.kind
-    return [f"{plural(len(made), 'tensor')} keep what is inside them, such as {made[0]!r}, {kind}"]
+    return [f"{plural(len(made), 'tensor')} made of tensors, or inside such, keep their dtype, such as {made[0]!r}"]
 
 
 def _prefix_notes(chosen: Sequence[str], renaming: Renaming) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class Subclass(NamedTuple):
         """
         fqn = self.entry.fqn
         if self.cuts is None or self.problem:
-            why = self.problem or f"{fqn!r} is {self.piece.kind}, of which dcptool does not know how it is cut"
+            why = self.problem or f"{fqn!r} is {self.piece.kind}, of which dcptool makes no other pieces"
             raise LayoutError(why, next_step="It can be carried as it is stored, in the same boxes.")
         cut, stored = self.cuts[inner.inner], self.piece.inner[inner.inner][1]
         found = inner_box(cut, self.entry.shape, box, stored)

@@ -26,6 +26,11 @@ from dcptool.cli import options
 @click.option(
     "--nesting", type=click.Choice(["auto", "flat"]), default="auto", show_default=True, help="Of dicts in a .pt file."
 )
+@click.option(
+    "--flatten-subclasses",
+    is_flag=True,
+    help="Write what is inside quantised tensors (w.qdata, w.scale) in their place.",
+)
 @click.option("--objects", type=click.Choice(["keep", "skip", "error"]), help="What to do with what is no tensor.")
 @click.option(
     "--no-side-files",

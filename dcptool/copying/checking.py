@@ -111,7 +111,7 @@ def settle(source: Checkpoint, partly_read: Sequence[PartlyRead], threads: int) 
 
 
 def _damage(source: Checkpoint, found: PartlyRead, message: str) -> Finding:
-    entry = source.entries[found.fqn]
+    entry = source.flat.entries[found.fqn]
     chunk = entry.chunks[found.chunk_index] if isinstance(entry, TensorEntry) else None
     return damaged_item(ItemError(message), (found.fqn, chunk, found.record))
 

@@ -27,6 +27,7 @@ class OutputFormat(NamedTuple):
         suffix: what names of its files end with, "" if it is always a folder.
         is_always_file: whether the output is a file however it is named; else only if its name ends so.
         skips_objects: whether objects are left out if nobody says.
+        takes_subclasses: whether it holds tensors made of tensors.
         keeping: says, for a path, what `--objects keep` does and needs.
     """
 
@@ -35,12 +36,20 @@ class OutputFormat(NamedTuple):
     suffix: str = ""
     is_always_file: bool = False
     skips_objects: bool = False
+    takes_subclasses: bool = True
     keeping: Callable[[str], str] = lambda path: " takes them"
 
 
 OUTPUT_FORMATS = (
     OutputFormat("torch", torch_save.lay_out, ".pt", is_always_file=True),
-    OutputFormat("safetensors", safetensors.lay_out, SUFFIX, skips_objects=True, keeping=safetensors.keeping),
+    OutputFormat(
+        "safetensors",
+        safetensors.lay_out,
+        SUFFIX,
+        skips_objects=True,
+        takes_subclasses=False,
+        keeping=safetensors.keeping,
+    ),
     OutputFormat("dcp", dcp.lay_out),
 )
 
@@ -90,6 +99,8 @@ def lay_out(checkpoint: Checkpoint, selection: Selection, to: str, wanted: Wante
             "--objects error refuses them",
             next_step="--objects skip leaves them out, --objects keep takes them; --keys and --exclude select.",
         )
+    if not writer.takes_subclasses:
+        _require_plain(checkpoint, selection, to)
     if objects != "skip":
         return writer.lay_out(checkpoint, selection, wanted)
     foreign = [item for item in selection.objects if item.entry.foreign]
@@ -106,6 +117,24 @@ def lay_out(checkpoint: Checkpoint, selection: Selection, to: str, wanted: Wante
         )
     laid_out = writer.lay_out(checkpoint, selection.without_objects(), wanted)
     return laid_out._replace(skipped=tuple(item.entry.fqn for item in selection.objects))
+
+
+def _require_plain(checkpoint: Checkpoint, selection: Selection, to: str) -> None:
+    """Refuse tensors made of tensors for a format that holds plain ones only.
+
+    Raises:
+        UnsupportedError: names the first.
+    """
+    made = [item for item in selection.tensors if item.entry.fqn in checkpoint.subclasses]
+    if not made:
+        return
+    subclass = checkpoint.subclasses[made[0].entry.fqn]
+    what = f"{are(len(made), 'tensor')} made of other tensors, such as {made[0].name!r}, {subclass.piece.kind}"
+    names = ", ".join(f"{made[0].name}.{name}" for name in subclass.piece.inner)
+    raise UnsupportedError(
+        f"{what}; --to {to} cannot hold it as it is",
+        next_step=f"--flatten-subclasses writes what is inside them, as {names}; --to torch and --to dcp take them.",
+    )
 
 
 def _writer(to: str) -> OutputFormat:

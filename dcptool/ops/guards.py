@@ -208,7 +208,7 @@ def require_equal(source: Checkpoint, written: Checkpoint, selection: Selection,
     tensors = [item for item in selection.tensors if item.dtype == item.entry.dtype and item.name in written.tensors]
     objects = [item for item in selection.objects if item.name in written.objects]
     named = [
-        (f"{item.name}.{part.inner}" if part.inner else item.name, part)
+        (item.name if part is item.entry else f"{item.name}.{part.inner}", part)
         for item in tensors
         for part in source_inner.get(item.entry.fqn, (item.entry,))
     ]

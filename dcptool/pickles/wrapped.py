@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint.extents import Ints
-from dcptool.checkpoint.pieces import INTEGERS, QUANTISED, SCALES, ZERO_POINTS, Blocks, Cut, Piece, cuts_of, fitted
+from dcptool.checkpoint.pieces import INTEGERS, QUANTISED, SCALES, ZERO_POINTS, Cut, Piece, cuts_of, fitted
 from dcptool.checkpoint.regions import contiguous_strides
 from dcptool.errors import ItemError
 from dcptool.pickles.standins import Global, Node, call, qualified_name
@@ -155,12 +155,7 @@ def rebuilt(root: Any, piece: Piece, cuts: Mapping[str, Cut], shape: Ints, inner
     if piece.kind == QUANTISED:
         storage = inner[INTEGERS].args[0]
         storage.value = (storage.value[0], node.args[0].value[1], *storage.value[2:])
-        parameters = node.args[4]
-        if SCALES in inner:
-            channels = cuts[SCALES]
-            axis = channels.axes[0][0] if isinstance(channels, Blocks) else 0
-            parameters = (parameters[0], inner[SCALES], inner[ZERO_POINTS], axis)
-        node.args = (storage, 0, shape, contiguous_strides(shape), parameters, *node.args[5:])
+        node.args = (storage, 0, shape, contiguous_strides(shape), *node.args[4:])
         return root
     function, kind, arguments, state = node.args
     attributes = {**(state_of(state) or {}), **inner}

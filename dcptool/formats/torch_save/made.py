@@ -62,7 +62,7 @@ class Made:
         fills: dict[str, Fill] = {}
         nodes: dict[str, Node] = {}
         for inner in subclass.inner:
-            self._require_alike(subclass, inner)
+            self.require_alike(subclass, inner)
             offsets, sizes = boxes[inner.inner]
             key = keys.fresh()
             nbytes = volume(sizes) * dtypes.lookup(inner.dtype).itemsize
@@ -71,8 +71,12 @@ class Made:
         stored = stored_of(self._checkpoint, subclass.entry, subclass.entry.chunks[0])
         return rebuilt(stored.root, stored.piece, cuts, box[1], nodes), fills
 
-    def _require_alike(self, subclass: Subclass, inner: TensorEntry) -> None:
-        """Refuse to join pieces that each have a value of their own, where a joined tensor has one."""
+    def require_alike(self, subclass: Subclass, inner: TensorEntry) -> None:
+        """Refuse to join pieces that each have a value of their own, where a joined tensor has one.
+
+        Raises:
+            LayoutError: they have.
+        """
         if inner.fqn not in self._alike:
             self._alike[inner.fqn] = not inner.replicas or self._are_alike(inner)
         if not self._alike[inner.fqn]:

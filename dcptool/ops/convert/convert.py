@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,16 +14,17 @@ from dcptool.checkpoint.entries import ObjectEntry
 from dcptool.checkpoint.extents import Extent, place_words
 from dcptool.checkpoint.findings import Finding, errors
 from dcptool.checkpoint.kinds import Effect
-from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects
+from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects, with_inner
 from dcptool.checks.check import Level, check
 from dcptool.checks.copies import require_one_rank
 from dcptool.copying.engine import CopyReport, copy, memory_nbytes
 from dcptool.copying.outputs import LaidOut, OutputFile, Wanted
 from dcptool.copying.pool import default_threads
 from dcptool.copying.publishing import prepare, require_place
-from dcptool.errors import ItemError
+from dcptool.errors import ItemError, LayoutError
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.formats.output import is_one_file, lay_out
+from dcptool.formats.torch_save.made import Made
 from dcptool.ops.carrying import carry, require_same_bytes, require_whole
 from dcptool.ops.convert.beside import files_beside, own_step
 from dcptool.ops.convert.lightning import META, Consolidated, consolidated, is_whole
@@ -64,6 +65,7 @@ class ConvertOptions(NamedTuple):
             trainer loads.
         rank: of a checkpoint in which each rank kept metadata of its own, the one whose values are taken where they
             differ; None refuses them.
+        flatten_subclasses: write the inner tensors of tensors made of tensors in place of these.
     """
 
     keys: tuple[str, ...] = ()
@@ -80,6 +82,7 @@ class ConvertOptions(NamedTuple):
     trust: bool = False
     side_files: bool = True
     rank: int | None = None
+    flatten_subclasses: bool = False
 
 
 DEFAULTS = ConvertOptions()
@@ -194,7 +197,7 @@ class _ConvertPlan(NamedTuple):
 
 def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOptions) -> _ConvertPlan:
     """Open the source, see that it is sound and that output can go where it shall, and lay that out."""
-    checkpoint = open_checkpoint(of_rank(os.fspath(source), options.rank), options.also)
+    checkpoint = opened = open_checkpoint(of_rank(os.fspath(source), options.rank), options.also)
     sources = (checkpoint.path, *options.also)
     is_file = is_one_file(to, path)
     require_place(path, is_file, 0, options.overwrite, sources)  # before all is checked, which takes time
@@ -205,10 +208,19 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     if corrupt and not any(fqn not in bad and selects(fqn, options.keys, options.exclude) for fqn in checkpoint):
         causes = [finding for finding in corrupt if finding.kind != "lost-entry"] or corrupt
         raise ItemError(damaged(checkpoint, causes, "Nothing undamaged is left to convert."))
-    selection = select(checkpoint, options.keys, options.exclude, options.renaming, bad)
+    if options.flatten_subclasses:
+        selection, checkpoint = _flattened(checkpoint, options, bad)
+    else:
+        selection = select(checkpoint, options.keys, options.exclude, options.renaming, bad)
     skip, hint = options.skip_corrupt, "" if options.skip_corrupt else LEAVES_OUT
     require_sound(
-        checkpoint, selection, options.keys, options.exclude, skip_corrupt=skip, trust=options.trust, hint=hint
+        opened,
+        select(opened, options.keys, options.exclude, without=bad),
+        options.keys,
+        options.exclude,
+        skip_corrupt=skip,
+        trust=options.trust,
+        hint=hint,
     )
     require_one_rank(checkpoint, {item.entry.fqn for item in selection.in_order})
     own = own_step(checkpoint)
@@ -225,6 +237,36 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     if not options.trust:
         require_safe(checkpoint, selection.without_objects() if output.skipped else selection)
     return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output, replaces, following)
+
+
+def _flattened(checkpoint: Checkpoint, options: ConvertOptions, without: Set[str]) -> tuple[Selection, Checkpoint]:
+    """Return what is selected with inner tensors in the place of those made of them, and the checkpoint that has them.
+
+    Raises:
+        LayoutError: the inner tensors of one cannot be joined.
+    """
+    keys, exclude = with_inner(checkpoint, options.keys, options.exclude)
+    flat, made = checkpoint.flat, Made(checkpoint)
+    selection = select(flat, keys, exclude, options.renaming, without)
+    chosen = {item.entry.fqn for item in selection.in_order}
+    made_of: set[str] = set()
+    for fqn, subclass in checkpoint.subclasses.items():
+        if fqn in chosen:  # still there: it has no inner tensors
+            raise LayoutError(f"--flatten-subclasses: {subclass.problem}")
+        taken = [inner for inner in subclass.inner if inner.fqn in chosen]
+        if taken and "zero_point" in subclass.piece.attributes:
+            raise LayoutError(
+                f"--flatten-subclasses: {fqn!r} is {subclass.piece.kind} with one scale, which is no tensor: its "
+                f"integers alone would be written",
+                next_step=f"Leave it out with --exclude {fqn!r}; --to torch and --to dcp take it as it is.",
+            )
+        made_of |= {name for name in subclass.piece.attributes if taken}
+        for inner in taken:
+            made.require_alike(subclass, inner)
+    if made_of:
+        note = f"what is no tensor in tensors made of tensors is left out: {', '.join(sorted(made_of))}"
+        selection = selection._replace(notes=(*selection.notes, note))
+    return selection, flat
 
 
 def _consolidated(
