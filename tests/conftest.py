@@ -55,12 +55,12 @@ def foreign_parts() -> list[Part]:
 
 
 def foreign_tensors(part: Part) -> set[str]:
-    """Names of its tensors that are of a form or class with tensors inside, which dcptool does not look into."""
+    """Names of its tensors that are made of tensors."""
     return {fqn for fqn, entry in part.expected.items() if "inner" in entry}
 
 
 _ALL = foreign_parts()
-NOT_LOOKED_INTO = [part for part in _ALL if foreign_tensors(part)]
+MADE_OF_TENSORS = [part for part in _ALL if foreign_tensors(part)]
 PARTS = [part for part in _ALL if not foreign_tensors(part)]
 WHOLE = [part for part in PARTS if not part.damaged]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,7 +15,7 @@ from dcptool.checkpoint.fill import numpy_empty
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.format import USUAL, Format, Variant
 from dcptool.checkpoint.regions import Box, first_gap, index_in, volume
-from dcptool.checkpoint.subclasses import Subclass, find, flat
+from dcptool.checkpoint.subclasses import Subclass, find, flat_entries
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
 from dcptool.storage import DirEntry, Storage, join
 from dcptool.words import did_you_mean
@@ -107,7 +107,10 @@ class Checkpoint(Mapping[str, Entry]):
     @cached_property
     def flat(self) -> Checkpoint:
         """The same checkpoint with inner tensors in the place of the tensors that are made of them."""
-        return flat(self)
+        if not any(subclass.inner for subclass in self.subclasses.values()):
+            return self
+        rest = {fqn: subclass for fqn, subclass in self.subclasses.items() if not subclass.inner}
+        return replace(self, entries=flat_entries(self), known_subclasses=rest)
 
     @cached_property
     def world_size(self) -> int | None:

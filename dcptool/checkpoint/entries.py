@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.chunks import Chunks
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Ints, Payload, Record
-from dcptool.checkpoint.pieces import Piece
+from dcptool.checkpoint.pieces import TensorPiece
 from dcptool.checkpoint.regions import volume
 from dcptool.errors import ItemError
 from dcptool.storage import Storage
@@ -64,25 +64,28 @@ class ObjectEntry(NamedTuple):
 Entry = TensorEntry | ObjectEntry
 
 
-class Stored(NamedTuple):
+class StoredPiece(NamedTuple):
     """What an item holds of a tensor made of tensors.
 
     Attributes:
         piece: what it is.
         root: its graph of stand-ins, freshly loaded.
         storages: the records of the storages in it, by key.
+        unsafe: what its pickle would run, by name.
     """
 
-    piece: Piece
+    piece: TensorPiece
     root: Any
     storages: dict[str, Record]
+    unsafe: tuple[str, ...] = ()
 
 
 class Source(Protocol):
     """What a format's reader gives a checkpoint to get at its bytes.
 
     Attributes:
-        unsafe: fqn → what the pickle of an object that was read so far would run, by name; see `pickles.calls`.
+        unsafe: fqn → what the pickle of an object that was read so far, or of a tensor made of tensors, would run, by
+            name; see `pickles.calls`.
     """
 
     unsafe: dict[str, tuple[str, ...]]
@@ -108,7 +111,7 @@ class Source(Protocol):
     def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
         """Return an object's graph of stand-ins, freshly loaded, and the records of the storages in it, by key."""
 
-    def stored(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Stored | None:
+    def stored(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> StoredPiece | None:
         """Return what an item holds of a tensor made of tensors; None if it holds a plain tensor."""
 
     def over(self, storage: Storage) -> Source:

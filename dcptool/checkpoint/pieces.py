@@ -22,7 +22,7 @@ INTEGERS, SCALES, ZERO_POINTS = "int_repr", "scales", "zero_points"
 """Inner tensors of a quantised tensor of torch; the last two only where each channel has its own."""
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """What one item holds of a tensor made of tensors.
 
     Attributes:
@@ -50,7 +50,7 @@ class Blocks(NamedTuple):
     axes: tuple[tuple[int, int], ...]
 
 
-class Run(NamedTuple):
+class FlatRun(NamedTuple):
     """A flat inner tensor: each of its elements stands for `per` outer ones, in row-major order."""
 
     per: int
@@ -60,10 +60,10 @@ class Whole(NamedTuple):
     """An inner tensor that is the same whatever part of the outer one is meant."""
 
 
-Cut = Blocks | Run | Whole
+Cut = Blocks | FlatRun | Whole
 
 
-class _Rule(NamedTuple):
+class _ClassRule(NamedTuple):
     """How inner tensors of a class are found in boxes: by name, of the outer shape, scales of blocks, flat, whole."""
 
     same: tuple[str, ...] = ()
@@ -72,15 +72,15 @@ class _Rule(NamedTuple):
     whole: tuple[str, ...] = ()
 
 
-_BLOCKWISE = _Rule(same=("qdata",), blocks=("scale", "zero_point"))
+_BLOCKWISE = _ClassRule(same=("qdata",), blocks=("scale", "zero_point"))
 _RULES = {
     "Int8Tensor": _BLOCKWISE,
     "Float8Tensor": _BLOCKWISE,
     "IntxUnpackedToInt8Tensor": _BLOCKWISE,
-    "OptimState8bit": _Rule(same=("codes",), flat=("scale",), whole=("qmap",)),
-    "OptimState4bit": _Rule(flat=("codes", "scale"), whole=("qmap",)),
-    "OptimStateFp8": _Rule(same=("codes",), flat=("scale",)),
-    "NF4Tensor": _Rule(
+    "OptimState8bit": _ClassRule(same=("codes",), flat=("scale",), whole=("qmap",)),
+    "OptimState4bit": _ClassRule(flat=("codes", "scale"), whole=("qmap",)),
+    "OptimStateFp8": _ClassRule(same=("codes",), flat=("scale",)),
+    "NF4Tensor": _ClassRule(
         flat=("quantized_data", "quantized_scalers", "quantization_factor"), whole=("scaler_mean", "nf4")
     ),
 }
@@ -97,7 +97,7 @@ def rule_name(kind: str) -> str:
     return last if package == "torchao" and last in _RULES else ""
 
 
-def cuts_of(piece: Piece) -> Mapping[str, Cut] | None:
+def cuts_of(piece: TensorPiece) -> Mapping[str, Cut] | None:
     """Return how each inner tensor of a piece follows the outer one; None if that is not known of its class.
 
     Raises:
@@ -123,7 +123,7 @@ def cuts_of(piece: Piece) -> Mapping[str, Cut] | None:
     return cuts
 
 
-def _channels(piece: Piece) -> Mapping[str, Cut] | None:
+def _channels(piece: TensorPiece) -> Mapping[str, Cut] | None:
     """Return how a quantised tensor follows; of channels with scales of their own torch cannot load a part."""
     axis = piece.attributes.get("axis")
     cuts: dict[str, Cut] = {}
@@ -135,14 +135,14 @@ def _channels(piece: Piece) -> Mapping[str, Cut] | None:
     return cuts if len(cuts) == len(piece.inner) else None
 
 
-def _run(piece: Piece, inner: str, shape: Ints) -> Run:
+def _run(piece: TensorPiece, inner: str, shape: Ints) -> FlatRun:
     n_outer, n_inner = volume(piece.shape), volume(shape)
     if len(shape) != 1 or bool(n_outer) != bool(n_inner) or (n_inner and n_outer % n_inner):
         raise ItemError(_misfit(piece, inner, shape))
-    return Run(n_outer // n_inner if n_inner else 1)
+    return FlatRun(n_outer // n_inner if n_inner else 1)
 
 
-def _blocks(piece: Piece, inner: str, shape: Ints, is_same: bool) -> Blocks:
+def _blocks(piece: TensorPiece, inner: str, shape: Ints, is_same: bool) -> Blocks:
     block_size = piece.attributes.get("block_size")
     if is_same:
         block_size = [1] * len(piece.shape)
@@ -158,7 +158,7 @@ def _blocks(piece: Piece, inner: str, shape: Ints, is_same: bool) -> Blocks:
     return Blocks(tuple(axes))
 
 
-def _misfit(piece: Piece, inner: str, shape: Ints) -> str:
+def _misfit(piece: TensorPiece, inner: str, shape: Ints) -> str:
     return f"its {inner} of shape {list(shape)} does not fit {piece.kind} of shape {list(piece.shape)}"
 
 
@@ -166,7 +166,7 @@ def whole_shape(cut: Cut, shape: Ints, stored: Ints) -> Ints:
     """Return the shape of an inner tensor of a tensor of some shape, of which a piece has it in shape `stored`."""
     if isinstance(cut, Whole):
         return stored
-    if isinstance(cut, Run):
+    if isinstance(cut, FlatRun):
         return (-(-volume(shape) // cut.per),)
     return tuple(-(-shape[dim] // per) if per else min(shape[dim], 1) for dim, per in cut.axes)
 
@@ -182,7 +182,7 @@ def inner_box(cut: Cut, shape: Ints, box: Box, stored: Ints) -> Box | None:
     """
     if isinstance(cut, Whole):
         return (0,) * len(stored), stored
-    if isinstance(cut, Run):
+    if isinstance(cut, FlatRun):
         return _run_box(cut.per, shape, box)
     offsets, sizes = [], []
     for dim, per in cut.axes:

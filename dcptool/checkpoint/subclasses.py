@@ -5,28 +5,44 @@ A DCP's metadata does not tell: it gives such a tensor the dtype and shape that 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 from operator import mul, sub
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.chunks import ChunkTable
-from dcptool.checkpoint.entries import Entry, Stored, TensorEntry
+from dcptool.checkpoint.entries import Entry, Source, StoredPiece, TensorEntry
 from dcptool.checkpoint.extents import Chunk
-from dcptool.checkpoint.pieces import FOLLOWING_SHAPE, Blocks, Cut, Piece, cuts_of, inner_box, whole_shape
+from dcptool.checkpoint.format import Format, Variant
+from dcptool.checkpoint.pieces import FOLLOWING_SHAPE, Blocks, Cut, TensorPiece, cuts_of, inner_box, whole_shape
 from dcptool.checkpoint.regions import Box, volume
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
-
-if TYPE_CHECKING:
-    from dcptool.checkpoint.checkpoint import Checkpoint
 
 LEAST_AROUND_NBYTES = 600
 """What torch.save puts around the values of one tensor has 1,116 bytes at the least (2.2 to 2.14), dcptool 653."""
 MAX_LOOKED_AT = 256
 """Items that are looked at to find tensors made of tensors."""
 QUANTISED_DTYPES = ("qint", "quint")
+
+
+class Holder(Protocol):
+    """What of a checkpoint is looked at here; see `Checkpoint`."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]: ...
+    @property
+    def table(self) -> ChunkTable: ...
+    @property
+    def source(self) -> Source: ...
+    @property
+    def format(self) -> Format: ...
+    @property
+    def variant(self) -> Variant: ...
+    @property
+    def subclasses(self) -> Mapping[str, Subclass]: ...
 
 
 class Subclass(NamedTuple):
@@ -41,7 +57,7 @@ class Subclass(NamedTuple):
     """
 
     entry: TensorEntry
-    piece: Piece
+    piece: TensorPiece
     inner: tuple[TensorEntry, ...] = ()
     cuts: Mapping[str, Cut] | None = None
     problem: str = ""
@@ -67,7 +83,7 @@ class Subclass(NamedTuple):
         return found
 
 
-def odd_chunks(checkpoint: Checkpoint, entry: TensorEntry) -> tuple[list[Chunk], list[Chunk]]:
+def odd_chunks(checkpoint: Holder, entry: TensorEntry) -> tuple[list[Chunk], list[Chunk]]:
     """Return the chunks whose items are shorter than their values, and those that are a little longer."""
     dtype = dtypes.BY_NAME.get(entry.dtype)
     if dtype is None:
@@ -90,7 +106,7 @@ def _needed_nbytes(entry: TensorEntry, itemsize: int) -> Iterable[int]:
     return needed
 
 
-def find(checkpoint: Checkpoint) -> dict[str, Subclass]:
+def find(checkpoint: Holder) -> dict[str, Subclass]:
     """Return the tensors made of tensors that are known or found, by fqn; what cannot be read is left to the checks."""
     table = checkpoint.table.for_more()
     names = set(checkpoint.entries)
@@ -105,7 +121,7 @@ def find(checkpoint: Checkpoint) -> dict[str, Subclass]:
     return found
 
 
-def _candidates(checkpoint: Checkpoint) -> Iterator[TensorEntry]:
+def _candidates(checkpoint: Holder) -> Iterator[TensorEntry]:
     """Yield tensors that may be made of tensors: those known to be, and those with a first item as long as one's.
 
     What is around the values of plain tensors has few different lengths in a checkpoint: one item of each is looked at.
@@ -126,20 +142,20 @@ def _candidates(checkpoint: Checkpoint) -> Iterator[TensorEntry]:
                 yield entry
 
 
-def _is_made_of_tensors(checkpoint: Checkpoint, entry: TensorEntry, chunk: Chunk) -> bool:
+def _is_made_of_tensors(checkpoint: Holder, entry: TensorEntry, chunk: Chunk) -> bool:
     try:
         return chunk.item is not None and checkpoint.source.stored(entry, chunk, chunk.item) is not None
     except DcptoolError:
         return False
 
 
-def look_into(checkpoint: Checkpoint, entry: TensorEntry, table: ChunkTable) -> Subclass | None:
+def look_into(checkpoint: Holder, entry: TensorEntry, table: ChunkTable) -> Subclass | None:
     """Return what a tensor is made of by what all its items hold, None if its first one is a plain tensor.
 
     Raises:
         ItemError, StorageError, MetadataError, UnsupportedError: an item cannot be read.
     """
-    pieces: list[tuple[Chunk, Piece]] = []
+    pieces: list[tuple[Chunk, TensorPiece]] = []
     for chunk in entry.chunks:
         stored = checkpoint.source.stored(entry, chunk, chunk.item) if chunk.item else None
         if stored is None and not pieces:
@@ -190,7 +206,7 @@ def _joined(
     entry: TensorEntry,
     name: str,
     cuts: Mapping[str, Cut] | None,
-    pieces: Sequence[tuple[Chunk, Piece]],
+    pieces: Sequence[tuple[Chunk, TensorPiece]],
     table: ChunkTable,
 ) -> TensorEntry | None:
     """Return an inner tensor as it is joined of its pieces; None where they are no boxes of it."""
@@ -213,23 +229,19 @@ def _joined(
     return TensorEntry(fqn, dtype, shape, path, chunks, tuple(replicas), inner=name)
 
 
-def flat(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint in which inner tensors stand in the place of the tensors that are made of them."""
-    found = checkpoint.subclasses
-    if not any(subclass.inner for subclass in found.values()):
-        return checkpoint
+def flat_entries(checkpoint: Holder) -> dict[str, Entry]:
+    """Return the entries of a checkpoint, inner tensors in the place of the tensors that are made of them."""
     entries: dict[str, Entry] = {}
     for fqn, entry in checkpoint.entries.items():
-        subclass = found.get(fqn)
+        subclass = checkpoint.subclasses.get(fqn)
         if subclass and subclass.inner:
             entries |= {inner.fqn: inner for inner in subclass.inner}
         else:
             entries[fqn] = entry
-    rest = {fqn: subclass for fqn, subclass in found.items() if not subclass.inner}
-    return dataclasses.replace(checkpoint, entries=entries, known_subclasses=rest)
+    return entries
 
 
-def stored_of(checkpoint: Checkpoint, entry: TensorEntry, chunk: Chunk) -> Stored:
+def stored_of(checkpoint: Holder, entry: TensorEntry, chunk: Chunk) -> StoredPiece:
     """Return what an item of a tensor made of tensors holds, with its graph; it may be changed.
 
     Raises:

@@ -45,14 +45,14 @@ def short_items(checkpoint: Checkpoint) -> list[Finding]:
         return []
     problems = []
     foreign: dict[str, str] = {}
-    n_looked_at, last = 0, _Looked()
+    n_looked_at, last = 0, _ItemLook()
     for entry in checkpoint.tensors.values():
         short, near = odd_chunks(checkpoint, entry)
         quantised = list(entry.chunks[:1]) if entry.dtype.startswith(QUANTISED_DTYPES) else []
         odd = quantised or short or near
         if not odd:
             continue
-        found = last if short or quantised else _Looked()
+        found = last if short or quantised else _ItemLook()
         if n_looked_at < MAX_LOOKED_AT:
             n_looked_at += 1
             found = last = _look_at(checkpoint, entry, odd[0])
@@ -67,21 +67,21 @@ def short_items(checkpoint: Checkpoint) -> list[Finding]:
     return [*problems, *foreign_tensors(foreign)]
 
 
-class _Looked(NamedTuple):
+class _ItemLook(NamedTuple):
     """What an item is: of which class, if that is no plain tensor, and whether its inner tensors are known."""
 
     foreign: str = ""
     is_known: bool = False
 
 
-def _look_at(checkpoint: Checkpoint, entry: TensorEntry, chunk: Chunk) -> _Looked:
+def _look_at(checkpoint: Checkpoint, entry: TensorEntry, chunk: Chunk) -> _ItemLook:
     if not chunk.item:
-        return _Looked()
+        return _ItemLook()
     try:
         found = checkpoint.source.examine(entry, chunk, chunk.item)
     except DcptoolError:
-        return _Looked()  # which --records tells of it
-    return _Looked(found.foreign, bool(found.inner))
+        return _ItemLook()  # which --records tells of it
+    return _ItemLook(found.foreign, bool(found.inner))
 
 
 def _short_item(entry: TensorEntry, chunk: Chunk, count: int) -> Finding:

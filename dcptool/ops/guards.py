@@ -123,12 +123,12 @@ def damaged(checkpoint: Checkpoint, found: Sequence[Finding], hint: str) -> str:
 
 
 def require_safe(checkpoint: Checkpoint, selection: Selection) -> None:
-    """Refuse to carry objects whose pickles run code when they are loaded; they have been read.
+    """Refuse to carry objects, and tensors made of tensors, whose pickles run code when they are loaded; all are read.
 
     Raises:
         UnsafePickleError: names them.
     """
-    unsafe = {item.entry.fqn: checkpoint.source.unsafe.get(item.entry.fqn) for item in selection.objects}
+    unsafe = {item.entry.fqn: checkpoint.source.unsafe.get(item.entry.fqn) for item in selection.in_order}
     lines = [f"{fqn!r} calls or names {listed(names, MAX_STEPS)}" for fqn, names in unsafe.items() if names]
     if lines:
         first = next(fqn for fqn, names in unsafe.items() if names)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint.extents import Ints
-from dcptool.checkpoint.pieces import INTEGERS, QUANTISED, SCALES, ZERO_POINTS, Cut, Piece, cuts_of, fitted
+from dcptool.checkpoint.pieces import INTEGERS, QUANTISED, SCALES, ZERO_POINTS, Cut, TensorPiece, cuts_of, fitted
 from dcptool.checkpoint.regions import contiguous_strides
 from dcptool.errors import ItemError
 from dcptool.pickles.standins import Global, Node, call, qualified_name
@@ -30,7 +30,7 @@ _MAX_ITEMS = 64
 class Wrapped(NamedTuple):
     """A tensor made of tensors: what it is, and its inner tensors as views of storages."""
 
-    piece: Piece
+    piece: TensorPiece
     views: Mapping[str, TensorView]
 
 
@@ -60,7 +60,7 @@ def wrapped(node: Any, depth: int = 0) -> Wrapped | None:
     views, attributes = _inside(state, depth)
     if not views:
         return None
-    piece = Piece(f"a {kind}", dtype_of(arguments[1]), ints_of(arguments[2]), _forms(views), attributes)
+    piece = TensorPiece(f"a {kind}", dtype_of(arguments[1]), ints_of(arguments[2]), _forms(views), attributes)
     return _checked(Wrapped(piece, views))
 
 
@@ -127,7 +127,7 @@ def _quantised(args: tuple[Any, ...]) -> Wrapped:
         attributes["axis"] = parameters[3]
     elif len(parameters) == 3:
         attributes |= {"scale": _plain(parameters[1]), "zero_point": _plain(parameters[2])}
-    return Wrapped(Piece(QUANTISED, view.dtype, view.shape, _forms(views), attributes), views)
+    return Wrapped(TensorPiece(QUANTISED, view.dtype, view.shape, _forms(views), attributes), views)
 
 
 def _forms(views: Mapping[str, TensorView]) -> dict[str, tuple[str, Ints]]:
@@ -139,7 +139,7 @@ def _checked(found: Wrapped) -> Wrapped:
     return found
 
 
-def rebuilt(root: Any, piece: Piece, cuts: Mapping[str, Cut], shape: Ints, inner: Mapping[str, Node]) -> Any:
+def rebuilt(root: Any, piece: TensorPiece, cuts: Mapping[str, Cut], shape: Ints, inner: Mapping[str, Node]) -> Any:
     """Return the graph of a box of a tensor made of tensors, after that of a piece of it.
 
     Args:

@@ -6,7 +6,7 @@ import pytest
 
 import dcptool
 from dcptool.errors import DcptoolError
-from tests.conftest import FOREIGN, NOT_LOOKED_INTO, PARTS, part
+from tests.conftest import FOREIGN, MADE_OF_TENSORS, PARTS, part
 
 pytestmark = pytest.mark.torchfree
 
@@ -83,6 +83,6 @@ def test_an_unfinished_save_has_no_flavour(name):
 
 
 def test_the_table_has_every_folder():
-    names = {part.name.partition("/")[0] for part in (*PARTS, *NOT_LOOKED_INTO)}
+    names = {part.name.partition("/")[0] for part in (*PARTS, *MADE_OF_TENSORS)}
     assert names == {folder.name for folder in FOREIGN.iterdir() if folder.is_dir()}
     assert {*SPECIAL, *BEFORE_VERSIONS, *OLDEST, *UNFINISHED} <= {part.name for part in PARTS}

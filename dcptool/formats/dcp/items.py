@@ -7,7 +7,7 @@ from io import BytesIO
 from typing import Any
 
 from dcptool.checkpoint import dtypes
-from dcptool.checkpoint.entries import Entry, ObjectEntry, Stored, TensorEntry
+from dcptool.checkpoint.entries import Entry, ObjectEntry, StoredPiece, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Payload, Record
 from dcptool.checkpoint.regions import contiguous_strides, volume
 from dcptool.errors import ItemError, MetadataError, StorageError, UnsupportedError
@@ -96,12 +96,15 @@ class DcpSource:
         archive, item = self._object_archive(entry)
         return self._loaded(entry, archive), torch_items.storages(archive, item)
 
-    def stored(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Stored | None:
+    def stored(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> StoredPiece | None:
         nbytes = self._nbytes(item, MAX_VALUE_NBYTES // 4)
         start = self._read(item, 0, head_nbytes(nbytes))
         if not start.startswith(_ZIP):
             return None
-        return torch_items.stored(TorchZip(lambda at, n: self._read(item, at, n), nbytes, start), item)
+        found = torch_items.stored(TorchZip(lambda at, n: self._read(item, at, n), nbytes, start), item)
+        if found and found.unsafe:
+            self.unsafe[entry.fqn] = found.unsafe
+        return found
 
     def over(self, storage: Storage) -> DcpSource:
         return DcpSource(storage)

@@ -6,10 +6,10 @@ import functools
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
-from dcptool.checkpoint.entries import Stored
+from dcptool.checkpoint.entries import StoredPiece
 from dcptool.checkpoint.extents import Examined, Extent, Payload, Record
 from dcptool.checkpoint.findings import how_to_load
-from dcptool.checkpoint.pieces import Piece
+from dcptool.checkpoint.pieces import TensorPiece
 from dcptool.checkpoint.regions import span
 from dcptool.errors import ItemError, UnsupportedError
 from dcptool.formats.torch_save.zip import TorchZip
@@ -81,13 +81,13 @@ def tensor_payload(archive: TorchZip, item: Extent, inner: str = "") -> Payload:
     return payload_of(view, archive, item)
 
 
-def made_of_tensors(piece: Piece) -> UnsupportedError:
+def made_of_tensors(piece: TensorPiece) -> UnsupportedError:
     """Return the error that something has no values of its own, but inner tensors."""
     names = ", ".join(piece.inner)
     return UnsupportedError(f"it is {piece.kind}, made of {names}: these can be read, under its name and theirs")
 
 
-def stored(archive: TorchZip, item: Extent) -> Stored | None:
+def stored(archive: TorchZip, item: Extent) -> StoredPiece | None:
     """Return what a zip holds of a tensor made of tensors; None if it holds a plain tensor.
 
     Raises:
@@ -97,7 +97,7 @@ def stored(archive: TorchZip, item: Extent) -> Stored | None:
     found = _view(pickled)
     if found.wrapped is None:
         return None
-    return Stored(found.wrapped.piece, inert.load(pickled), storages(archive, item))
+    return StoredPiece(found.wrapped.piece, inert.load(pickled), storages(archive, item), found.unsafe)
 
 
 def not_looked_into(foreign: str) -> UnsupportedError:

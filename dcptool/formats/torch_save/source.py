@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from dcptool.checkpoint.entries import Entry, ObjectEntry, Stored, TensorEntry
+from dcptool.checkpoint.entries import Entry, ObjectEntry, StoredPiece, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Ints, Payload, Record
 from dcptool.errors import ItemError
 from dcptool.formats.torch_save import items as torch_items
@@ -66,9 +66,9 @@ class TorchSaveSource:
     def graph(self, entry: ObjectEntry) -> tuple[Any, dict[str, Record]]:
         return self._copied(entry.fqn, _item_of(entry))
 
-    def stored(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> Stored | None:
+    def stored(self, entry: TensorEntry, chunk: Chunk, item: Extent) -> StoredPiece | None:
         found = self.wrapped.get(entry.fqn)
-        return Stored(found.piece, *self._copied(entry.fqn, item)) if found else None
+        return StoredPiece(found.piece, *self._copied(entry.fqn, item)) if found else None
 
     def _copied(self, fqn: str, item: Extent) -> tuple[Any, dict[str, Record]]:
         if item.file not in self._storages:
