@@ -14,6 +14,7 @@ from dcptool.checkpoint.extents import Chunk, Payload, Record, place_words
 from dcptool.checkpoint.fill import numpy_empty
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.format import USUAL, Format, Variant
+from dcptool.checkpoint.recipes import Recipe, as_values, recipes_of
 from dcptool.checkpoint.regions import Box, first_gap, index_in, volume
 from dcptool.checkpoint.subclasses import Subclass, find, flat_entries
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
@@ -49,6 +50,7 @@ class Checkpoint(Mapping[str, Entry]):
         version: of the metadata, None where it tells none.
         planner_data: what the saver's planner left in the metadata, with stand-ins for what is no plain value.
         known_subclasses: the tensors made of tensors, None if they are still to be found; see `subclasses`.
+        recipes: how values of tensors follow from what is stored, by fqn; see `dequantized`.
         seen: the listing of `root` just before the metadata was read, to tell later whether somebody wrote there since.
     """
 
@@ -71,6 +73,7 @@ class Checkpoint(Mapping[str, Entry]):
     planner_data: Any = None
     seen: tuple[DirEntry, ...] = ()
     known_subclasses: Mapping[str, Subclass] | None = None
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -111,6 +114,19 @@ class Checkpoint(Mapping[str, Entry]):
             return self
         rest = {fqn: subclass for fqn, subclass in self.subclasses.items() if not subclass.inner}
         return replace(self, entries=flat_entries(self), known_subclasses=rest)
+
+    def dequantized(self, dtype: str) -> Checkpoint:
+        """Return the same checkpoint with quantised tensors as the values they stand for, without their scales.
+
+        Args:
+            dtype: of `recipes.FLOATS`, what they are computed in.
+        """
+        found, scales = recipes_of(self.entries, self.subclasses)
+        entries: dict[str, Entry] = {fqn: entry for fqn, entry in self.entries.items() if fqn not in scales}
+        for fqn, recipe in found.items():
+            entries[fqn] = as_values(self.tensors[fqn], recipe, dtype)
+        rest = {fqn: subclass for fqn, subclass in self.subclasses.items() if fqn not in found}
+        return replace(self, entries=entries, known_subclasses=rest, recipes=found)
 
     @cached_property
     def world_size(self) -> int | None:

@@ -27,6 +27,11 @@ from dcptool.cli import options
     "--nesting", type=click.Choice(["auto", "flat"]), default="auto", show_default=True, help="Of dicts in a .pt file."
 )
 @click.option(
+    "--dequantize",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Write the values that quantised tensors stand for, of this dtype.",
+)
+@click.option(
     "--flatten-subclasses",
     is_flag=True,
     help="Write what is inside quantised tensors (w.qdata, w.scale) in their place.",
@@ -115,6 +120,8 @@ def _require_meaning(to: str, target: str) -> None:
         if unused:
             raise click.UsageError(f"--engine torch converts everything as it is: leave out {', '.join(unused)}")
     options.require_dtype(ctx)
+    if ctx.params["dequantize"] and ctx.params["dtype"]:
+        raise click.UsageError("--dequantize and --dtype are two dtypes: give one of them")
     if "nesting" in names and to != "torch":
         raise click.UsageError(f"--nesting is about .pt files, not --to {to}: leave it out")
     if "max_shard_nbytes" in names and (to != "safetensors" or target.endswith(".safetensors")):

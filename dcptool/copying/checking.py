@@ -71,10 +71,13 @@ class SourceChecks:
         return []
 
     def _end_tensor(self, reader: TensorReader) -> list[PartlyRead]:
-        fqn, partly_read = reader.entry.fqn, []
         if any(reader.lost):
             with self._lock:
-                self.lost[fqn] = self.lost.get(fqn, NO_LOSS).plus(reader.lost)
+                self.lost[reader.entry.fqn] = self.lost.get(reader.entry.fqn, NO_LOSS).plus(reader.lost)
+        return [found for stored in reader.sources for found in self._end_stored(stored)]
+
+    def _end_stored(self, reader: TensorReader) -> list[PartlyRead]:
+        fqn, partly_read = reader.entry.fqn, []
         for index, check in reader.checks():
             record = check.record
             if record.crc32 is None and record.nbytes:
@@ -111,7 +114,7 @@ def settle(source: Checkpoint, partly_read: Sequence[PartlyRead], threads: int) 
 
 
 def _damage(source: Checkpoint, found: PartlyRead, message: str) -> Finding:
-    entry = source.flat.entries[found.fqn]
+    entry = source.flat.entries.get(found.fqn)  # what is dequantised is not there under its own name
     chunk = entry.chunks[found.chunk_index] if isinstance(entry, TensorEntry) else None
     return damaged_item(ItemError(message), (found.fqn, chunk, found.record))
 

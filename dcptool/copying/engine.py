@@ -20,6 +20,7 @@ from dcptool.checkpoint.casting import Loss
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
 from dcptool.copying.checking import PartlyRead, SourceChecks, settle
+from dcptool.copying.dequantizing import DequantizingReader
 from dcptool.copying.outputs import Fill, OutputFile
 from dcptool.copying.pool import ahead_of
 from dcptool.copying.reading import BAND_NBYTES, Band, RecordReader, TensorReader
@@ -247,6 +248,9 @@ class _Readers:
 
     def _tensor_reader(self, fills: Sequence[Fill]) -> TensorReader:
         entry = self.source.tensors[fills[0].fqn]
+        recipe = self.source.recipes.get(entry.fqn)
+        if recipe:
+            return DequantizingReader(self.source.source, entry, fills, recipe, self.checks.fail)
         with self._lock:  # an index is made once
             chunks = self._index(entry.fqn)
         return TensorReader(self.source.source, entry, fills, chunks, self.checks.fail)

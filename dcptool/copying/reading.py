@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.boxes import BoxReader, ChunkIndex
-from dcptool.checkpoint.casting import NO_LOSS, loss_of_cast
+from dcptool.checkpoint.casting import NO_LOSS, Loss, loss_of_cast
 from dcptool.checkpoint.entries import Source, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Ints, Record
 from dcptool.checkpoint.fill import RecordCheck
@@ -115,7 +115,7 @@ class TensorReader:
         self._dtype = parts[0].dtype
         self._boxes = BoxReader(source, self.entry)
         self._checks: dict[int, RecordCheck] = {}
-        self._lock = threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
         self.lost = NO_LOSS
 
     @property
@@ -149,10 +149,26 @@ class TensorReader:
         with np.errstate(over="ignore", invalid="ignore"):
             cast = np.frombuffer(out, np.uint8).view(wanted).reshape(sizes)
             np.copyto(cast, array, "unsafe")  # no third array
-        lost = loss_of_cast(array, cast, self.entry.dtype, self._dtype)
+        self.lose(loss_of_cast(array, cast, self.entry.dtype, self._dtype))
+
+    @property
+    def sources(self) -> Sequence[TensorReader]:
+        """What reads the stored tensors that this one's values are of."""
+        return [self]
+
+    def lose(self, lost: Loss) -> None:
+        """Note what a cast lost."""
         if any(lost):
             with self._lock:
                 self.lost = self.lost.plus(lost)
+
+    def array(self, box: Box) -> np.ndarray[Any, Any]:
+        """Return a box as it is stored."""
+        import numpy as np
+
+        array = np.empty(box[1], dtypes.numpy_dtype(self.entry.dtype))
+        self._assemble(box, array)
+        return array
 
     def checks(self) -> list[tuple[int, RecordCheck]]:
         """Return for each chunk that was read its index and what was seen of its record."""

@@ -205,7 +205,8 @@ def require_equal(source: Checkpoint, written: Checkpoint, selection: Selection,
     """
     source_inner = {fqn: found.inner for fqn, found in source.subclasses.items()}
     sides = Access("A", source), Access("B", written)
-    tensors = [item for item in selection.tensors if item.dtype == item.entry.dtype and item.name in written.tensors]
+    stored = [item for item in selection.tensors if item.entry.fqn not in source.recipes]
+    tensors = [item for item in stored if item.dtype == item.entry.dtype and item.name in written.tensors]
     objects = [item for item in selection.objects if item.name in written.objects]
     named = [
         (item.name if part is item.entry else f"{item.name}.{part.inner}", part)

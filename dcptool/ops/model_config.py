@@ -26,17 +26,38 @@ def with_dtype(found: Following, dtype: str) -> Following:
     return found._replace(carried=tuple(files), notes=tuple(notes))
 
 
-def _changed_config(found: Following, file: Carried, dtype: str) -> tuple[bytes, str] | None:
-    """Return a configuration with another dtype, and the one it had; None if it names none, or cannot be read."""
+def without_quantisation(found: Following) -> Following:
+    """Take out of the model's configuration how its weights are quantised: they are no more."""
+    files, notes = [], list(found.notes)
+    for file in found.carried:
+        config = _read(found, file) if file.target == _CONFIG else None
+        if isinstance(config, dict) and config.pop("quantization_config", None) is not None:
+            file = file._replace(content=_text(config))
+            notes.append(f"{_CONFIG} has no quantization_config any more")
+        files.append(file)
+    return found._replace(carried=tuple(files), notes=tuple(notes))
+
+
+def _read(found: Following, file: Carried) -> Any:
+    """Return a configuration as it is to be carried, None if it cannot be read."""
     if found.storage is None or file.nbytes > _MAX_CONFIG_NBYTES:
         return None
     try:
-        config = json.loads(found.storage.read(file.name, 0, file.nbytes))
+        return json.loads(file.content or found.storage.read(file.name, 0, file.nbytes))
     except (ValueError, RecursionError, StorageError):
         return None
+
+
+def _text(config: Any) -> bytes:
+    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _changed_config(found: Following, file: Carried, dtype: str) -> tuple[bytes, str] | None:
+    """Return a configuration with another dtype, and the one it had; None if it names none, or cannot be read."""
+    config = _read(found, file)
     replaced: list[str] = []
     _replace(config, dtype, replaced)
-    return (json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n", replaced[0]) if replaced else None
+    return (_text(config), replaced[0]) if replaced else None
 
 
 def _replace(config: Any, dtype: str, replaced: list[str]) -> None:

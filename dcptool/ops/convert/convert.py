@@ -14,6 +14,7 @@ from dcptool.checkpoint.entries import ObjectEntry
 from dcptool.checkpoint.extents import Extent, place_words
 from dcptool.checkpoint.findings import Finding, errors
 from dcptool.checkpoint.kinds import Effect
+from dcptool.checkpoint.recipes import FLOATS
 from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects, with_inner
 from dcptool.checks.check import Level, check
 from dcptool.checks.copies import require_one_rank
@@ -21,7 +22,7 @@ from dcptool.copying.engine import CopyReport, copy, memory_nbytes
 from dcptool.copying.outputs import LaidOut, OutputFile, Wanted
 from dcptool.copying.pool import default_threads
 from dcptool.copying.publishing import prepare, require_place
-from dcptool.errors import ItemError, LayoutError
+from dcptool.errors import ItemError, LayoutError, UnsupportedError
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.formats.output import is_one_file, lay_out
 from dcptool.formats.torch_save.made import Made
@@ -42,8 +43,10 @@ from dcptool.ops.guards import (
     require_unchanged,
     source_notes,
 )
+from dcptool.ops.model_config import without_quantisation
 from dcptool.ops.replacing import replaced
 from dcptool.storage import Progress
+from dcptool.words import plural
 
 
 class ConvertOptions(NamedTuple):
@@ -65,6 +68,7 @@ class ConvertOptions(NamedTuple):
             trainer loads.
         rank: of a checkpoint in which each rank kept metadata of its own, the one whose values are taken where they
             differ; None refuses them.
+        dequantize: dtype that quantised tensors are written as, by the values they stand for; None to keep them.
         flatten_subclasses: write the inner tensors of tensors made of tensors in place of these.
     """
 
@@ -83,6 +87,7 @@ class ConvertOptions(NamedTuple):
     side_files: bool = True
     rank: int | None = None
     flatten_subclasses: bool = False
+    dequantize: str | None = None
 
 
 DEFAULTS = ConvertOptions()
@@ -208,6 +213,8 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     if corrupt and not any(fqn not in bad and selects(fqn, options.keys, options.exclude) for fqn in checkpoint):
         causes = [finding for finding in corrupt if finding.kind != "lost-entry"] or corrupt
         raise ItemError(damaged(checkpoint, causes, "Nothing undamaged is left to convert."))
+    if options.dequantize:
+        checkpoint = _dequantized(checkpoint, options.dequantize)
     if options.flatten_subclasses:
         selection, checkpoint = _flattened(checkpoint, options, bad)
     else:
@@ -224,10 +231,12 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     )
     require_one_rank(checkpoint, {item.entry.fqn for item in selection.in_order})
     own = own_step(checkpoint)
-    whole = _consolidated(checkpoint, selection, own, to, options)
+    whole = None if options.dequantize else _consolidated(checkpoint, selection, own, to, options)
     if whole and own:
         selection, own = whole.selection, own.without(META)
-    following = files_beside(checkpoint, own, to, is_file, options.side_files, options.renaming.dtype)
+    dtype = options.dequantize or options.renaming.dtype
+    following = files_beside(checkpoint, own, to, is_file, options.side_files, dtype)
+    following = without_quantisation(following) if options.dequantize else following
     require_whole(following, options.trust, options.threads)
     if whole:
         following = following._replace(notes=(whole.note, *following.notes))
@@ -237,6 +246,28 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     if not options.trust:
         require_safe(checkpoint, selection.without_objects() if output.skipped else selection)
     return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output, replaces, following)
+
+
+def _dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    """Return the checkpoint with the values that quantised tensors stand for.
+
+    Raises:
+        UnsupportedError: nothing of it is quantised in a way that is known, or it cannot be written as that dtype.
+        LayoutError: pieces of a tensor each have a scale of their own.
+    """
+    if dtype not in FLOATS:
+        raise UnsupportedError(f"--dequantize {dtype}: choose one of {', '.join(FLOATS)}")
+    found, made = checkpoint.dequantized(dtype), Made(checkpoint)
+    if not found.recipes:
+        raise UnsupportedError(
+            f"{checkpoint.path} holds nothing that --dequantize knows: int8 and float8 tensors of torchao, float8 "
+            "weights with a weight_scale_inv of blocks of 128 × 128, and MXFP4 as _blocks with _scales",
+            next_step="Leave it out to convert tensors as they are.",
+        )
+    for fqn in found.recipes.keys() & checkpoint.subclasses.keys():
+        for inner in checkpoint.subclasses[fqn].inner:
+            made.require_alike(checkpoint.subclasses[fqn], inner)
+    return found
 
 
 def _flattened(checkpoint: Checkpoint, options: ConvertOptions, without: Set[str]) -> tuple[Selection, Checkpoint]:
@@ -335,9 +366,12 @@ def _told(
 
 def _notes(plan: _ConvertPlan, options: ConvertOptions, unproven: Collection[str]) -> tuple[str, ...]:
     unchecked = f"--check did not compare the values of the {plan.selection.n_cast:,} tensors that were cast"
+    values = [item.name for item in plan.selection.tensors if item.entry.fqn in plan.checkpoint.recipes]
+    computed = f"{plural(len(values), 'tensor')} dequantised, such as {values[0]!r}" if values else ""
     return (
         *([plan.replaces] if plan.replaces else []),
         *([unchecked] if options.check and plan.selection.n_cast else []),
+        *([computed] if computed else []),
         *plan.selection.notes,
         *plan.output.notes,
         *plan.following.notes,
