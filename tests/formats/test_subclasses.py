@@ -144,7 +144,7 @@ def test_carried_whole(found, to, tmp_path):
         fqn: subclass.piece for fqn, subclass in before.items()
     }
     assert verdict(path, Level.DEEP).state is State.COMPLETE
-    assert dcptool.diff(found.path, path).equal
+    assert dcptool.compare(found.path, path).equal
 
 
 @pytest.mark.parametrize("found", WHOLE, ids=by_name)
@@ -174,7 +174,7 @@ def test_one_scale_that_is_no_tensor_is_not_lost(tmp_path):
 
 def test_scales_are_never_cast(tmp_path):
     found = part("ao_weights_dcp_w1")
-    options = ConvertOptions(flatten_subclasses=True, renaming=Renaming(dtype="float16"))
+    options = ConvertOptions(keys=("model.int8.*",), flatten_subclasses=True, renaming=Renaming(dtype="float16"))
     dcptool.convert(found.path, tmp_path / "out.safetensors", "safetensors", options)
     written = dcptool.open(tmp_path / "out.safetensors")
     assert written.tensors["model.int8.0.bias"].dtype == "float16"
@@ -199,14 +199,14 @@ def test_pieces_of_ranks_are_joined():
 def test_resharded_where_blocks_allow(n_ranks, tmp_path):
     pytest.importorskip("torch")
     dcptool.reshard(PIECES.path, tmp_path / "out", ReshardOptions(world_size=n_ranks, workers=1, check=True))
-    assert dcptool.diff(PIECES.path, tmp_path / "out").equal
+    assert dcptool.compare(PIECES.path, tmp_path / "out").equal
     assert verdict(tmp_path / "out", Level.DEEP).state is State.COMPLETE
     written = dcptool.open(tmp_path / "out")
     for fqn, subclass in written.subclasses.items():
         assert len(subclass.entry.chunks) == n_ranks
         assert subclass.piece.attributes.keys() == dcptool.open(PIECES.path).subclasses[fqn].piece.attributes.keys()
     dcptool.reshard(tmp_path / "out", tmp_path / "back", ReshardOptions(world_size=2, workers=1))
-    assert dcptool.diff(PIECES.path, tmp_path / "back").equal
+    assert dcptool.compare(PIECES.path, tmp_path / "back").equal
     back = dcptool.open(tmp_path / "back").subclasses
     assert {fqn: one.piece for fqn, one in back.items()} == {
         fqn: one.piece for fqn, one in dcptool.open(PIECES.path).subclasses.items()
@@ -250,7 +250,7 @@ def test_a_run_of_such_steps(found, tmp_path):
 
 
 def test_a_report_shows_them(tmp_path):
-    done = run("report", part("ao_weights_dcp_w1").path, tmp_path / "report.html")
+    done = run("report", part("ao_weights_dcp_w1").path, "-o", tmp_path / "report.html")
     assert done.returncode == 0, done.stderr
     assert "model.int8.0.weight.qdata" in (tmp_path / "report.html").read_text()
 
@@ -258,7 +258,7 @@ def test_a_report_shows_them(tmp_path):
 def test_diff_sees_a_scale_that_differs(tmp_path):
     found = part("ao_weights_pt/model.pt")
     changed = rewritten(found.path, tmp_path / "changed.pt", storages={"1": lambda data: data[:-1] + b"\x40"})
-    report = dcptool.diff(found.path, changed)
+    report = dcptool.compare(found.path, changed)
     assert [difference.fqn_a for difference in report.differences] == ["model.int8.0.weight.scale"]
 
 
