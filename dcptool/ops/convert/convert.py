@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -14,21 +14,20 @@ from dcptool.checkpoint.entries import ObjectEntry
 from dcptool.checkpoint.extents import Extent, place_words
 from dcptool.checkpoint.findings import Finding, errors
 from dcptool.checkpoint.kinds import Effect
-from dcptool.checkpoint.recipes import FLOATS
-from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects, with_inner
+from dcptool.checkpoint.selection import AS_IS, Renaming, Selection, select, selects
 from dcptool.checks.check import Level, check
 from dcptool.checks.copies import require_one_rank
 from dcptool.copying.engine import CopyReport, copy, memory_nbytes
 from dcptool.copying.outputs import LaidOut, OutputFile, Wanted
 from dcptool.copying.pool import default_threads
 from dcptool.copying.publishing import prepare, require_place
-from dcptool.errors import ItemError, LayoutError, UnsupportedError
+from dcptool.errors import ItemError
 from dcptool.formats.detect import found_below, open_checkpoint
 from dcptool.formats.output import is_one_file, lay_out
-from dcptool.formats.torch_save.made import Made
 from dcptool.ops.carrying import carry, require_same_bytes, require_whole
 from dcptool.ops.convert.beside import files_beside, own_step
 from dcptool.ops.convert.lightning import META, Consolidated, consolidated, is_whole
+from dcptool.ops.convert.quantised import dequantized, flattened
 from dcptool.ops.following import Carried, Following, FoundStep
 from dcptool.ops.guards import (
     LEAVES_OUT,
@@ -214,9 +213,9 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
         causes = [finding for finding in corrupt if finding.kind != "lost-entry"] or corrupt
         raise ItemError(damaged(checkpoint, causes, "Nothing undamaged is left to convert."))
     if options.dequantize:
-        checkpoint = _dequantized(checkpoint, options.dequantize)
+        checkpoint = dequantized(checkpoint, options.dequantize)
     if options.flatten_subclasses:
-        selection, checkpoint = _flattened(checkpoint, options, bad)
+        selection, checkpoint = flattened(checkpoint, options.keys, options.exclude, options.renaming, bad)
     else:
         selection = select(checkpoint, options.keys, options.exclude, options.renaming, bad)
     skip, hint = options.skip_corrupt, "" if options.skip_corrupt else LEAVES_OUT
@@ -246,58 +245,6 @@ def _plan(source: str | os.PathLike[str], path: str, to: str, options: ConvertOp
     if not options.trust:
         require_safe(checkpoint, selection.without_objects() if output.skipped else selection)
     return _ConvertPlan(checkpoint, sources, path, selection, tuple(corrupt), output, replaces, following)
-
-
-def _dequantized(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """Return the checkpoint with the values that quantised tensors stand for.
-
-    Raises:
-        UnsupportedError: nothing of it is quantised in a way that is known, or it cannot be written as that dtype.
-        LayoutError: pieces of a tensor each have a scale of their own.
-    """
-    if dtype not in FLOATS:
-        raise UnsupportedError(f"--dequantize {dtype}: choose one of {', '.join(FLOATS)}")
-    found, made = checkpoint.dequantized(dtype), Made(checkpoint)
-    if not found.recipes:
-        raise UnsupportedError(
-            f"{checkpoint.path} holds nothing that --dequantize knows: int8 and float8 tensors of torchao, float8 "
-            "weights with a weight_scale_inv of blocks of 128 × 128, and MXFP4 as _blocks with _scales",
-            next_step="Leave it out to convert tensors as they are.",
-        )
-    for fqn in found.recipes.keys() & checkpoint.subclasses.keys():
-        for inner in checkpoint.subclasses[fqn].inner:
-            made.require_alike(checkpoint.subclasses[fqn], inner)
-    return found
-
-
-def _flattened(checkpoint: Checkpoint, options: ConvertOptions, without: Set[str]) -> tuple[Selection, Checkpoint]:
-    """Return what is selected with inner tensors in the place of those made of them, and the checkpoint that has them.
-
-    Raises:
-        LayoutError: the inner tensors of one cannot be joined.
-    """
-    keys, exclude = with_inner(checkpoint, options.keys, options.exclude)
-    flat, made = checkpoint.flat, Made(checkpoint)
-    selection = select(flat, keys, exclude, options.renaming, without)
-    chosen = {item.entry.fqn for item in selection.in_order}
-    made_of: set[str] = set()
-    for fqn, subclass in checkpoint.subclasses.items():
-        if fqn in chosen:  # still there: it has no inner tensors
-            raise LayoutError(f"--flatten-subclasses: {subclass.problem}")
-        taken = [inner for inner in subclass.inner if inner.fqn in chosen]
-        if taken and "zero_point" in subclass.piece.attributes:
-            raise LayoutError(
-                f"--flatten-subclasses: {fqn!r} is {subclass.piece.kind} with one scale, which is no tensor: its "
-                f"integers alone would be written",
-                next_step=f"Leave it out with --exclude {fqn!r}; --to torch and --to dcp take it as it is.",
-            )
-        made_of |= {name for name in subclass.piece.attributes if taken}
-        for inner in taken:
-            made.require_alike(subclass, inner)
-    if made_of:
-        note = f"what is no tensor in tensors made of tensors is left out: {', '.join(sorted(made_of))}"
-        selection = selection._replace(notes=(*selection.notes, note))
-    return selection, flat
 
 
 def _consolidated(
