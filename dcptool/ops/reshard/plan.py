@@ -13,10 +13,8 @@ from dcptool.checkpoint.selection import (
     AS_IS,
     Renaming,
     Selection,
-    renaming_of_part,
     require_match,
     select,
-    selects,
     unmatched,
 )
 from dcptool.checks.check import cover_problems
@@ -32,7 +30,8 @@ from dcptool.ops.model_config import with_dtype
 from dcptool.ops.reshard.assign import assign
 from dcptool.ops.reshard.mesh import MAX_RANKS, parse_mesh, parse_placement
 from dcptool.ops.reshard.rules import LayoutRules, WantedLayout, mesh_hint
-from dcptool.ops.reshard.source import ReshardSource, default_target, in_a_run, open_source, source_here
+from dcptool.ops.reshard.source import default_target, in_a_run, source_here
+from dcptool.ops.sources import StepSource, Wish, open_source, require_renamed
 from dcptool.storage import join
 from dcptool.words import listed, plural
 
@@ -165,7 +164,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
     several = len(found.parts) > 1
     if several:
         require_match(list(found.parts.values()), options.keys, options.exclude)
-        _require_renamed(list(found.parts.values()), options)
+        require_renamed(found.parts.values(), options.renaming)
     asked = {name: _options_of(part, options) if several else options for name, part in found.parts.items()}
     chosen = {name: part for name, part in found.parts.items() if asked[name] is not None}
     n_ranks = 0
@@ -213,39 +212,22 @@ def _plan_part(name: str, checkpoint: Checkpoint, path: str, options: ReshardOpt
 
 def _options_of(part: Checkpoint, options: ReshardOptions) -> ReshardOptions | None:
     """Return what of the options is about one part of several; None if nothing of it is selected."""
-    found = options_of_part(part, options)
-    if (len(part) or found.keys) and not any(selects(fqn, found.keys, found.exclude) for fqn in part):
+    asked = asked_of(options).of_part(part)
+    if not asked.takes_of(part):
         return None
     mesh = parse_mesh(options.mesh) if options.mesh else None
     placements = tuple(
         text for text in options.placements if mesh and any(map(parse_placement(text, mesh).matches, part.tensors))
     )
-    return found._replace(placements=placements)
+    return options._replace(**asked._asdict(), placements=placements)
 
 
-def _require_renamed(parts: Sequence[Checkpoint], options: ReshardOptions) -> None:
-    """Refuse a new name for what is in no part.
-
-    Raises:
-        LayoutError: names the first.
-    """
-    known = {pair for part in parts for pair in renaming_of_part(options.renaming, part).rename}
-    lone = next((old for old, new in options.renaming.rename if (old, new) not in known), None)
-    if lone is not None:
-        raise LayoutError(f"--rename {lone}=…: no entry of any part has this name")
+def asked_of(options: ReshardOptions) -> Wish:
+    """Return what of options says which entries are taken, and under which names."""
+    return Wish(options.keys, options.exclude, options.renaming)
 
 
-def options_of_part(part: Checkpoint, options: ReshardOptions) -> ReshardOptions:
-    """Return options with what of the names and globs in them matches something of a part; `keys` where none does."""
-    keys, exclude = (
-        tuple(glob for glob in globs if any(selects(fqn, (glob,), ()) for fqn in part))
-        for globs in (options.keys, options.exclude)
-    )
-    renaming = renaming_of_part(options.renaming, part) if options.renaming.rename else options.renaming
-    return options._replace(keys=keys or options.keys, exclude=exclude, renaming=renaming)
-
-
-def _step_notes(found: ReshardSource, chosen: Collection[str], options: ReshardOptions) -> list[str]:
+def _step_notes(found: StepSource, chosen: Collection[str], options: ReshardOptions) -> list[str]:
     """Say of options what matches nothing in any part, and which parts are left out."""
     names = {fqn for part in found.parts.values() for fqn in part}
     notes = list(unmatched(names, options.keys, options.exclude))
