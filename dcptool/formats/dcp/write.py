@@ -75,15 +75,22 @@ class DcpLayout(NamedTuple):
 
 
 def lay_out(checkpoint: Checkpoint, selection: Selection, wanted: Wanted) -> LaidOut:
-    """Lay out a selection in a folder, with a marker; errors as of `lay_out_dcp`."""
+    """Lay out a selection in a folder; errors as of `lay_out_dcp`."""
     empty: set[str] = set()
     if checkpoint.format.holds_empty_dicts:
         empty = {item.entry.fqn for item in selection.objects if checkpoint.value(item.entry.fqn) == {}}
     notes = [f"{len(empty)} empty dicts are left out, as torch does"] if empty else []
     kept = selection._replace(in_order=tuple(item for item in selection.in_order if item.entry.fqn not in empty))
     found = lay_out_dcp(checkpoint, kept, wanted.path)
-    last = (found.metadata, marker_of(wanted.path, "convert", [found], wanted.beside))
-    return LaidOut(found.files, False, len(kept.objects), (), (*notes, *found.notes), last=last)
+    notes += found.notes
+    last = (found.metadata,)
+    return LaidOut(found.files, False, len(kept.objects), (), tuple(notes), last=last, save_id=found.save_id)
+
+
+def marker_of_output(path: str, parts: Sequence[LaidOut], beside: Mapping[str, int]) -> OutputFile:
+    """Lay out the marker of a conversion; arguments as of `marker_of`."""
+    layouts = [DcpLayout(part.files, part.last[-1], part.notes, part.save_id) for part in parts]
+    return marker_of(path, "convert", layouts, beside)
 
 
 def marker_of(path: str, writer: str, parts: Sequence[DcpLayout], beside: Mapping[str, int]) -> OutputFile:
