@@ -140,12 +140,12 @@ def lay_out_marker(to: str, path: str, parts: Sequence[LaidOut], beside: Mapping
 
 
 def why_no_folder(to: str, path: str) -> str:
-    """Say why a path cannot be that of a folder for several checkpoints in a format; "" if it can."""
-    name = path.rstrip("/").rpartition("/")[2].lower()
-    if not any(name.endswith(known.format.suffixes) for known in FORMATS):
+    """Say what to name in place of a path for several checkpoints in a format; "" if it can be their folder."""
+    bare = path.rstrip("/")
+    if not any(bare.lower().endswith(known.format.suffixes) for known in FORMATS):
         return ""
-    stem = path.rstrip("/").rpartition(".")[0]
-    return f"{path} has a file's name, and --to {to} would make several files: name a folder, such as {stem}"
+    each = "a file" if _writer(to).is_always_file else "a folder"
+    return f"Or name a folder for all of them, such as {bare.rpartition('.')[0]}: each becomes {each} in it."
 
 
 def _writer(to: str) -> OutputFormat:

@@ -164,7 +164,14 @@ def make_plan(source: str, path: str, to: str, options: ConvertOptions) -> Conve
     try:
         checkpoint = open_checkpoint(opens, options.also)
     except SeveralCheckpointsError as several:
-        return _plan_step(_step(opens, options, several), opens, path, to, options)
+        found = _step(opens, options, several)
+        if not (why := why_no_folder(to, path)):
+            return _plan_step(found, opens, path, to, options)
+        [part, *others] = _selected(found, options) or found.parts
+        if others:
+            several.next_step = why
+            raise
+        return _plan_one(found.parts[part], source, found.parts[part].path, path, to, options)
     return _plan_one(checkpoint, source, opens, path, to, options)
 
 
@@ -207,26 +214,26 @@ def _step(opens: str, options: ConvertOptions, several: SeveralCheckpointsError)
     return found
 
 
+def _selected(found: StepSource, options: ConvertOptions) -> dict[str, Wish]:
+    """Return the parts of which something is selected, and what is asked of each."""
+    wishes = {name: _wish(options).of_part(part) for name, part in found.parts.items()}
+    return {name: wish for name, wish in wishes.items() if wish.takes_of(found.parts[name])}
+
+
 def _plan_step(found: StepSource, opens: str, path: str, to: str, options: ConvertOptions) -> ConvertPlan:
     """Plan a step of several checkpoints: each into its place in one folder."""
     sources = (found.path, *options.also)
-    if why := why_no_folder(to, path):
-        raise UnsupportedError(f"{found.path} is a step of {', '.join(found.parts)}; {why}")
     everything = list(found.parts.values())
     replaces = _require_free(path, False, to, sources, everything, options)
     require_match(everything, options.keys, options.exclude)
     require_renamed(everything, options.renaming)
-    wishes = {name: _wish(options).of_part(part) for name, part in found.parts.items()}
-    parts = [
-        _plan_part(name, found.parts[name], wish, path, to, options)
-        for name, wish in wishes.items()
-        if wish.takes_of(found.parts[name])
-    ]
+    chosen = _selected(found, options)
+    parts = [_plan_part(name, found.parts[name], wish, path, to, options) for name, wish in chosen.items()]
     following = beside_parts(found, to, options.side_files, options.renaming.dtype)
     require_whole(following, options.trust, options.threads)
     marker = lay_out_marker(to, path, [part.output for part in parts], following.sizes)
     names = {fqn for part in everything for fqn in part}
-    left = [f"{name}/" for name in found.parts if name not in {part.name for part in parts}]
+    left = [f"{name}/" for name in found.parts if name not in chosen]
     notes = [
         *([f"the one step in {opens.rstrip('/')} is {found.path}"] if found.folder else []),
         *unmatched(names, options.keys, options.exclude),

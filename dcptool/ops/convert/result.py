@@ -114,8 +114,11 @@ def _notes(
             else f"{n_files} files are written by as many processes"
         )
         yield f"{what}: the others of {workers} had nothing to do"
+    of_parts = {part.name: (*part.selection.notes, *part.output.notes) for part in plan.parts}
+    of_all = [note for note in of_parts[plan.parts[0].name] if all(note in notes for notes in of_parts.values())]
+    yield from of_all
     for part in plan.parts:
-        yield from part.told([*part.selection.notes, *part.output.notes])
+        yield from part.told(note for note in of_parts[part.name] if note not in of_all)
     yield from plan.following.notes
     for part in plan.parts:
         yield from part.told(source_notes(part.checkpoint, part.selection, unproven.get(part.name, ())))
