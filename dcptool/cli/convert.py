@@ -36,6 +36,7 @@ from dcptool.cli import options
     default=True,
     help="Leave configuration, tokenizer and what else belongs to a folder.",
 )
+@options.torch
 @options.also
 @options.rank
 @click.option(
@@ -137,6 +138,8 @@ def _require_meaning(to: str, target: str) -> None:
         if unused:
             raise click.UsageError(f"--engine torch converts everything as it is: leave out {', '.join(unused)}")
     options.require_dtype(ctx)
+    if "torch" in names and to != "dcp":
+        raise click.UsageError(f"--torch is about DCP, not --to {to}: leave it out")
     if "nesting" in names and to != "torch":
         raise click.UsageError(f"--nesting is about .pt files, not --to {to}: leave it out")
     if "max_shard_nbytes" in names and (to != "safetensors" or target.endswith(".safetensors")):

@@ -92,6 +92,7 @@ class Wanted(NamedTuple):
         nesting: "auto" to nest as the source's paths say, "flat" for one flat dict; of `.pt` files.
         max_shard_nbytes: size of safetensors shards, in bytes.
         merged: what goes into a `.pt` file too, at the top.
+        torch: oldest version of torch that shall read DCP output; None for the oldest that can.
     """
 
     path: str
@@ -99,6 +100,7 @@ class Wanted(NamedTuple):
     nesting: str = "auto"
     max_shard_nbytes: int = 5_000_000_000
     merged: Merged | None = None
+    torch: tuple[int, int] | None = None
 
 
 class LaidOut(NamedTuple):
@@ -112,7 +114,6 @@ class LaidOut(NamedTuple):
         notes: worth knowing, one sentence each.
         validate: checks the written output at a path with a library that is not ours, where there is one.
         last: files that are written after all others, in order: what makes the output complete, but for a marker.
-        save_id: what a marker calls it; "" of formats that have none.
     """
 
     files: tuple[OutputFile, ...]
@@ -122,7 +123,6 @@ class LaidOut(NamedTuple):
     notes: tuple[str, ...]
     validate: Callable[[str], None] = lambda path: None
     last: tuple[OutputFile, ...] = ()
-    save_id: str = ""
 
     @property
     def all_files(self) -> tuple[OutputFile, ...]:

@@ -46,6 +46,8 @@ class ConvertOptions(NamedTuple):
         rank: of a checkpoint in which each rank kept metadata of its own, the one whose values are taken where they
             differ; None refuses them.
         workers: processes that share the work, if the output is a folder; None for one.
+        torch: a version of torch, (2, 2) or later, that shall read DCP output: what it cannot hold is refused. None
+            for the oldest that can hold it all, which is told.
         timeout: seconds after which one of several processes that gives no sign of life is given up.
     """
 
@@ -65,6 +67,7 @@ class ConvertOptions(NamedTuple):
     rank: int | None = None
     workers: int | None = None
     timeout: float = 300.0
+    torch: tuple[int, int] | None = None
 
 
 def options_problem(options: ConvertOptions) -> str:
@@ -285,7 +288,7 @@ def _wish(options: ConvertOptions) -> Wish:
 
 
 def _wanted(path: str, options: ConvertOptions) -> Wanted:
-    return Wanted(path, options.objects, options.nesting, options.max_shard_nbytes)
+    return Wanted(path, options.objects, options.nesting, options.max_shard_nbytes, torch=options.torch)
 
 
 def lay_out_again(

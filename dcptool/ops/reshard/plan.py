@@ -59,6 +59,8 @@ class ReshardOptions(NamedTuple):
         rank: of a checkpoint in which each rank kept metadata of its own, the one whose values are taken where they
             differ; None refuses them.
         renaming: how names and dtypes change.
+        torch: a version of torch, (2, 2) or later, that shall read the output: what it cannot hold is refused. None for
+            the oldest that can hold it all, which is told.
     """
 
     world_size: int | None = None
@@ -77,6 +79,7 @@ class ReshardOptions(NamedTuple):
     trust: bool = False
     rank: int | None = None
     renaming: Renaming = AS_IS
+    torch: tuple[int, int] | None = None
 
 
 class PartPlan(NamedTuple):
@@ -175,7 +178,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
         wanted = _wanted_layout(of_part, name if several or found.step else "")
         n_ranks = wanted.n_ranks
         path = path or default_target(found.path, n_ranks, found.around[1] if found.around else "")
-        parts.append(_plan_part(name, checkpoint, join(path, name) if name else path, of_part, wanted))
+        parts.append(_plan_part(name, checkpoint, of_part, wanted))
     following = NOTHING
     cut = None if options.files else n_ranks
     if found.step:
@@ -195,14 +198,14 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
     return Plan(found.path, (source, found.folder), tuple(parts), following, marker, path, n_ranks, notes)
 
 
-def _plan_part(name: str, checkpoint: Checkpoint, path: str, options: ReshardOptions, wanted: WantedLayout) -> PartPlan:
+def _plan_part(name: str, checkpoint: Checkpoint, options: ReshardOptions, wanted: WantedLayout) -> PartPlan:
     selection = select(checkpoint, options.keys, options.exclude, options.renaming)
     require_sound(checkpoint, selection, options.keys, options.exclude, trust=options.trust)
     require_one_rank(checkpoint, {item.entry.fqn for item in selection.in_order})
     _require_common(selection, wanted)
     rules = LayoutRules(checkpoint, selection, wanted)
     arrangement = assign(rules.held(), wanted.n_ranks)
-    layout = lay_out_dcp(checkpoint, selection, path, arrangement)
+    layout = lay_out_dcp(checkpoint, selection, arrangement, options.torch)
     if not options.trust:
         require_safe(checkpoint, selection)
     notes = [*selection.notes, *layout.notes, *_notes(checkpoint, selection, rules, wanted)]
