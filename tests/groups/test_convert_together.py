@@ -10,6 +10,7 @@ import socket
 import time
 from pathlib import Path
 
+import fsspec
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -260,3 +261,62 @@ def test_options_that_do_not_go_together(commands, source, tmp_path):
     )
     assert codes == [2, 2]
     assert "--engine torch is one process: not under torchrun" in err[0]
+
+
+def in_store(url: str) -> list[str]:
+    filesystem, base = fsspec.url_to_fs(url)
+    filesystem.invalidate_cache()
+    return filesystem.find(base) if filesystem.exists(base) else []
+
+
+@pytest.mark.parametrize("to", list(TO))
+def test_to_an_object_store_and_back(commands, source, s3_url, tmp_path, to):
+    there, back = f"{s3_url}/{to}/step_7", tmp_path / "step_7"
+    for here, target in ((source, there), (there, back)):
+        done = commands.run("convert", "--to", to, *TO[to], "--workers", 3, here, target)
+        assert done.code == 0, done.err
+    assert dcptool.compare(source, back).equal
+    assert (back / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    if to == "dcp":
+        assert dcptool.verify(there).good
+
+
+@pytest.mark.parametrize("how", ["damaged", "killed"])
+def test_nothing_is_left_in_a_store(commands, source, s3_url, tmp_path, how):
+    flags, target = tmp_path / "flags", f"{s3_url}/step_7"
+    flags.mkdir()
+    here = Path(shutil.copytree(source, tmp_path / "step_7"))
+    if how == "damaged":
+        at = dcptool.open(here).tensors["layers.19.weight"].chunks[1].item
+        flip_byte(here / at.file, at.byte_offset + at.nbytes // 2)
+    held = """
+from dcptool.storage import remote
+finish = remote.RemoteSink.finish
+def finished(self):
+    finish(self)
+    open(f"{flags}/done", "w").close()
+    while not {go} and RANK == 1:
+        time.sleep(0.02)
+remote.RemoteSink.finish = finished
+""".format(flags=flags, go=how == "damaged")
+    code = HURRY + SLOW.format(flags=flags) + held
+    running = commands.start("convert", "--to", "dcp", "--workers", 2, here, target, code=code)
+    if how == "killed":
+        wait_for(lambda: (flags / "done").exists() and (flags / "1").exists())
+        os.kill(int((flags / "1").read_text()), signal.SIGKILL)
+    done = running.wait()
+    assert (done.code, done.err.count("error:")) == (3, 1)
+    assert in_store(s3_url) == []
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_second_run_to_one_place_removes_nothing_of_the_first(commands, source, s3_url, workers):
+    """Both have looked before either had written."""
+    target = f"{s3_url}/step_7"
+    assert commands.run("convert", "--to", "dcp", source, target).code == 0
+    before = in_store(s3_url)
+    blind = "from dcptool.copying import publishing\npublishing._require_nothing_there = lambda path: None\n"
+    second = commands.run("convert", "--to", "dcp", "--workers", workers, source, target, code=blind)
+    assert second.code == 3
+    assert "is there already" in second.err
+    assert in_store(s3_url) == before

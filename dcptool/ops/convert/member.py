@@ -131,11 +131,20 @@ class _Output:
         self.place = self._stack.enter_context(
             prepare(plan.path, plan.is_file, plan.nbytes, self._options.overwrite, read)
         )
-        self._stack.push(lambda kind, *_: self._halt() if kind else None)  # before what they write is removed
+        self._stack.push(lambda kind, *_: self._failed() if kind else None)  # before what was written is removed
         last = [*(file.name for part in plan.parts for file in part.output.last), *(file.name for file in plan.marker)]
         self._audience.writing(self.place.written, tuple(reversed(last)))
         parts = {part.name: (part.wanted._replace(merged=None), part.left_out) for part in plan.parts}
         return _Instructions(plan.opens, self.place.written, to, parts, shares_of(plan.parts, self._n_members))
+
+    def _failed(self) -> None:
+        """Let the others stop, and have removed what was made here, not what another run may have made."""
+        self._halt()
+        self.place.note(self._audience.names)
+
+    def named(self, files: Sequence[OutputFile]) -> list[OutputFile]:
+        """Return files under the names they are written under."""
+        return self.place.named(files) if self.plan.is_file else list(files)
 
     def storage(self) -> Creator:
         """Return where files are made."""
@@ -166,14 +175,13 @@ class _Output:
         """Write what makes the output complete, look at it, and give it its name."""
         plan, place, following = self.plan, self.place, self.plan.following
         storage, progress = self.storage(), self._audience.progress
-        place.note(following.sizes)
         carry(following, [file for file in following.carried if file.name != following.last], storage, progress)
         for part in plan.parts:
             for file in part.output.last:
-                copy(part.checkpoint, [place.named([file])], storage, 1, progress)
+                copy(part.checkpoint, [self.named([file])], storage, 1, progress)
         carry(following, [file for file in following.carried if file.name == following.last], storage, progress)
         for file in plan.marker:
-            copy(plan.parts[0].checkpoint, [place.named([file])], storage, 1, progress)
+            copy(plan.parts[0].checkpoint, [self.named([file])], storage, 1, progress)
         for part in plan.parts:
             written = join(place.written, part.place) if part.place else place.written
             part.output.validate(written)
@@ -226,7 +234,7 @@ def _write(
             mine = [file for file in files if file.name in names]
             if {file.name: file.nbytes for file in mine} != names:
                 raise LayoutError(NOT_SHARED)
-            groups = [[file] for file in (output.place.named(mine) if output else mine)]
+            groups = [[file] for file in (output.named(mine) if output else mine)]
             reports[name] = copy(checkpoint, groups, storage, threads_of(options, size), told, shared=True)
         return reports
     except MemoryError:
