@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 import signal
 import threading
@@ -25,10 +26,11 @@ from dcptool.ops.copy.journal import LocalJournal, StoreJournal  # noqa: E402
 from dcptool.ops.prune import archive as archive_module  # noqa: E402
 from dcptool.storage import locate  # noqa: E402
 from dcptool.training import CheckpointManager  # noqa: E402
-from tests.forks import run_ranks, values  # noqa: E402
+from tests.forks import run_ranks, start, values  # noqa: E402
 from tests.launches import launch, told  # noqa: E402
 from tests.training_jobs import job, train, whole  # noqa: E402
 
+KILLS = int(os.environ.get("ARCHIVE_KILLS", "6"))
 DEEP = dcptool.VerifyOptions(level=dcptool.Level.DEEP)
 
 
@@ -62,6 +64,12 @@ def names(path: str | Path) -> list[str]:
 
 def folders(path: str | Path) -> list[str]:
     return sorted(entry.name for entry in locate(path).storage.entries() if entry.is_dir)
+
+
+def settle(manager: CheckpointManager) -> None:
+    """Wait until it does nothing in the background."""
+    with manager._archiver._changing:
+        assert manager._archiver._changing.wait_for(lambda: not manager._archiver._is_running, 20)
 
 
 def run(root: Path, archive: str, upto: int, how: str = "save", **more) -> dict[int, dict]:
@@ -179,8 +187,7 @@ def test_a_failure_is_tried_again_at_the_next_milestone_and_not_before(tmp_path,
             for step in steps:
                 train(model, optimizer, step)
                 manager.save(step, state)
-                with manager._archiver._changing:
-                    manager._archiver._changing.wait_for(lambda: not manager._archiver._is_running, 20)
+                settle(manager)
 
         go(3, 4, 5)
         assert tried == ["step_3"]
@@ -319,8 +326,7 @@ def test_after_an_exception_nothing_is_waited_for(tmp_path, monkeypatch):
         loop()
     assert time.monotonic() - began < 10
     gate.open.set()
-    with manager._archiver._changing:
-        assert manager._archiver._changing.wait_for(lambda: not manager._archiver._is_running, 20)
+    settle(manager)
     assert names(tmp_path / "run") == ["step_2"]
 
 
@@ -375,3 +381,84 @@ def test_killed_while_it_copies_the_next_life_goes_on(tmp_path, archive, victim)
     assert names(archive) == ["step_2", "step_4"]
     assert names(tmp_path / "run") == ["step_5"]
     assert folders(archive) == ["step_2", "step_4"]  # nothing is left of the copy that was killed
+
+
+def go_on(root: str, archive: str, log: str) -> None:
+    """Train and save until it is killed; each step that is marked is a line of the log."""
+    torch.set_num_threads(1)
+    model, optimizer, state = job(hidden=4000)
+    manager = CheckpointManager(root, 1, 2, archive=archive)
+    restored = manager.restore(state)
+    with open(log, "a") as file:
+        for step in range((restored.step if restored else 0) + 1, 1000):
+            train(model, optimizer, step)
+            manager.save(step, state)
+            print(step, file=file, flush=True)
+
+
+def test_killed_at_any_moment_no_milestone_is_lost(tmp_path):
+    """Each that was marked is complete here or there, whenever the job is killed."""
+    root, archive, log = tmp_path / "run", tmp_path / "archive", tmp_path / "log"
+    log.touch()
+    moments = random.Random(0)
+    for life in range(KILLS):
+        before = len(log.read_text().split())
+        process = start(go_on, str(root), str(archive), str(log))
+        while len(log.read_text().split()) < before + 2:
+            assert process.is_alive()
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.2))
+        process.kill()
+        process.join()
+        marked = max(map(int, log.read_text().split()))
+        here = {verdict.name for verdict in dcptool.verify(root, DEEP).verdicts if verdict.state.value == "complete"}
+        there = set(names(archive))
+        assert {f"step_{step}" for step in range(2, marked + 1, 2)} <= here | there, f"life {life}"
+    assert len(there) > KILLS / 2
+
+
+def without_a_bucket(root: str, bucket: str, environment: dict[str, str]) -> None:
+    """A life of a job on some ranks whose archive is there only after step 3."""
+    os.environ.update(environment)
+    retrying.WAITS = (0.01,)
+    dist.init_process_group("gloo")
+    model, optimizer, state = job("fsdp")
+    with CheckpointManager(root, 1, 2, archive=f"s3://{bucket}/archive") as manager:
+        for step in range(1, 6):
+            train(model, optimizer, step)
+            manager.async_save(step, state)
+            if step == 3:
+                manager.wait()
+                if dist.get_rank() == 0:
+                    settle(manager)
+                    assert names(root) == ["step_2", "step_3"]
+                    fsspec.filesystem("s3").mkdir(bucket)
+                dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_on_two_ranks_an_archive_that_fails_stops_no_training(tmp_path, s3_url):
+    bucket = f"gone-{uuid.uuid4().hex[:8]}"
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    arguments = (str(tmp_path / "run"), bucket, environment)
+    ended = values(run_ranks(1, told, tmp_path / "out", launch, 2, 0, without_a_bucket, *arguments, group=False))
+    assert ended == [0], (tmp_path / "out.err").read_text()
+    assert "step_2 was not archived: " in (tmp_path / "out.err").read_text()
+    assert names(f"s3://{bucket}/archive") == ["step_2", "step_4"]
+    assert names(tmp_path / "run") == ["step_5"]
+
+
+def test_a_job_that_lost_its_lease_deletes_nothing(tmp_path, monkeypatch, log):
+    gate = Gate(monkeypatch)
+    model, optimizer, state = job()
+    manager = CheckpointManager(tmp_path / "run", 1, 2, archive=tmp_path / "archive")
+    for step in (2, 3):
+        train(model, optimizer, step)
+        manager.save(step, state)
+    manager._lease.lost = "the run was taken over"
+    gate.open.set()
+    settle(manager)
+    manager._release()
+    assert "step_2 was not archived: the run was taken over" in log.text
+    assert names(tmp_path / "run") == ["step_2", "step_3"]
+    assert not (tmp_path / "archive" / "step_2").exists()
