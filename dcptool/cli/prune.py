@@ -93,8 +93,8 @@ def prune(
     plan = plan.keeping(archived.left) if archived else plan
     options.say(plan_text(plan, proof, finite, archived))
     deleted = None
-    question = _question(plan, archived)
-    if question and (yes or (ask and click.confirm(question))):
+    asked = question(plan, archived)
+    if asked and (yes or (ask and click.confirm(asked))):
         if archive_to:
             with bar() as progress:
                 expect = progress.expect if progress else None
@@ -115,7 +115,7 @@ def prune(
     return 1 if (archived and not archived.good) or (deleted and deleted.refused) else 0
 
 
-def _question(plan: PrunePlan, looked: Archived | None) -> str:
+def question(plan: PrunePlan, looked: Archived | None) -> str:
     """Return what is to be agreed to, "" if there is nothing to do."""
     n_copies = sum(step.state == "planned" for step in looked.steps) if looked else 0
     steps = f"delete {len(plan.removed)} of {len(plan.decisions)} steps?" if plan.removed else ""

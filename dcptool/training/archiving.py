@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
+from dcptool.checkpoint.steps import step_number
 from dcptool.checks.check import Level
 from dcptool.errors import DcptoolError, StorageError
 from dcptool.ops.prune.archive import Archived, archive_steps, require_apart
@@ -121,12 +122,20 @@ class Archiver:
 
     def _look(self) -> None:
         """Archive the milestones that are here, the one saved first first."""
+        if not self._may_hold_any():
+            return
         plan = self._plan()
-        for decision in plan.milestones if plan else ():
+        for decision in plan.milestones:
             if self._is_stopped:
                 return
             if decision.name not in self._failed and not self._is_done(decision):
                 self._archive_one(plan, decision)
+
+    def _may_hold_any(self) -> bool:
+        """Tell by the names in the run directory whether it is worth a closer look."""
+        entries = storage_of(self._root).entries()
+        numbers = [step_number(entry.name) for entry in entries if entry.is_dir]
+        return any(number is not None and number % (self._keeping.archive_every or 1) == 0 for number in numbers)
 
     def _plan(self) -> PrunePlan:
         """Return what is to be archived, and what of it is not to be kept here; all other steps are kept."""

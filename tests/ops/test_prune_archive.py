@@ -13,6 +13,7 @@ import pytest
 
 import dcptool
 from dcptool.checks.check import Level
+from dcptool.cli.prune import question
 from dcptool.errors import StorageError, UnsupportedError
 from dcptool.ops.copy import retrying
 from dcptool.ops.prune import archive as archive_module
@@ -299,6 +300,16 @@ class TestCommand:
             assert done.returncode == 1
             assert "archive/step_1000 is there already, and nothing there proves that it is this step" in done.stdout
         assert names(run) == ["step_1000", "step_2500", "step_3000"]
+
+    def test_what_is_asked(self, run, tmp_path):
+        archive = str(tmp_path / "archive")
+        plan = plan_of(run, archive)
+        looked = archive_steps(plan, dry_run=True)
+        assert question(plan, looked) == f"copy 3 of 6 steps to {archive}, then delete 4 of 6 steps?"
+        assert question(plan, None) == "delete 4 of 6 steps?"
+        kept = plan.keeping({decision.name: "" for decision in plan.removed})
+        assert question(kept, looked) == f"copy 3 of 6 steps to {archive}?"
+        assert question(kept, None) == ""
 
     def test_usage(self, run):
         assert cli("prune", run, "--keep", 1, "--archive-to", "x", "--yes").returncode == 2
