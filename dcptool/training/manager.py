@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import TracebackType
@@ -30,11 +30,11 @@ from dcptool.training.ranks import Ranks
 from dcptool.training.restoring import Job, Restored, is_step_of, load_model_only, restore_chosen, restore_newest
 from dcptool.training.saving import Keeping, Times, clear_unfinished, make_room, mark_saved, step_name, tidy
 from dcptool.training.signals import StopSignals
-from dcptool.training.staging import Stager
+from dcptool.training.staging import Stager, require_stageable
 from dcptool.training.state import UNSTARTED, JobState, TrainState, as_state, require_model
 from dcptool.training.stopping import LastSave, seconds_of
 from dcptool.training.tree import flatten
-from dcptool.training.writing import Writing
+from dcptool.training.writing import Writing, threads_while_waiting
 
 logger = logging.getLogger("dcptool.training")
 
@@ -185,17 +185,9 @@ class CheckpointManager:
             return done
         began = time.perf_counter()
         path, job_state = self._begin(step, state)
-        saving = self._state_of(job_state, path)
-        try:
-            values, paths = saving.written
-            staged = self._ranks.agree(
-                f"{path} was not saved", lambda: self._stager.stage(values, job_state.optimizers)
-            )
-            if not job_state.optimizers:  # nothing tells when the state is about to change
-                self._stager.wait()
-        except BaseException:
-            self._stager.done()
-            raise
+        saving = self._state_of(job_state, path, require_stageable)
+        values, paths = saving.written
+        staged = self._stager.begin(values, job_state.optimizers, self._ranks, f"{path} was not saved")
         self._stager.blocked_seconds = time.perf_counter() - began
 
         def upload() -> str:
@@ -337,11 +329,17 @@ class CheckpointManager:
         self._lease.join(self._ranks.on_first(f"{path} was not saved", prepare))
         return path, states[0]
 
-    def _state_of(self, state: JobState, path: str) -> Saving:
-        """Return the state to save: what is not the same on all ranks, each rank saves under a name of its own."""
+    def _state_of(
+        self, state: JobState, path: str, require: Callable[[dict[str, Any]], None] = lambda _: None
+    ) -> Saving:
+        """Return the state to save: what is not the same on all ranks, each rank saves under a name of its own.
+
+        Refused on all ranks if `require` refuses it on one.
+        """
 
         def share() -> Share:
             flat = Flat(*flatten(state.tree()))
+            require(flat.values)
             return Share.of(flat, state.per_rank, flat.values.get(UNSTARTED, ()))
 
         whole, written = self._rank_local.arrange(share, self._ranks, f"{path} was not saved")
@@ -353,7 +351,8 @@ class CheckpointManager:
         apart = in_background and self._writing.process is not None
         watch = LeaseWatch(self.root, self._lease.id, self._writing.choices.storage_options)
         begun = time.perf_counter()
-        self._writing.write(saving.written, path, ranks, watch if apart else self._lease.confirm, apart)
+        n_threads = 1 if in_background else threads_while_waiting(saving.written)
+        self._writing.write(saving.written, path, ranks, watch if apart else self._lease.confirm, apart, n_threads)
         seconds = time.perf_counter() - began
         told = ranks.gather((seconds, self._stager.blocked_seconds if in_background else seconds))
         blocked = tuple(blocked for _, blocked in told)
