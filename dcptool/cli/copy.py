@@ -35,16 +35,13 @@ def copy(source: str, target: str, dry_run: bool, **chosen: Any) -> int:
     from dcptool.ops.copy.copy import copy_steps
     from dcptool.ops.copy.step import CopyOptions
     from dcptool.render.copy import copy_json, copy_text, notes, plan_text
-    from dcptool.words import shown
-
-    def say(text: str) -> None:
-        if not options.is_quiet():
-            click.echo(f"note: {shown(text)}", err=True)
 
     with bar() as progress:
         expect = progress.expect if progress else None
         meant = CopyOptions(**chosen)
-        done = copy_steps(source, target, meant, dry_run=dry_run, progress=progress, expect=expect, say=say)
+        done = copy_steps(
+            source, target, meant, dry_run=dry_run, progress=progress, expect=expect, say=options.noting()
+        )
     show = plan_text if dry_run else copy_text
     options.answer(lambda: copy_json(done), lambda: show(done), notes(done))
     return 0 if done.good else 1

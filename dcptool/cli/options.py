@@ -251,6 +251,19 @@ def say(text: str) -> None:
         click.echo(text)
 
 
+def noting() -> Callable[[str], None]:
+    """Return a function that prints a note on stderr, unless --quiet, on whatever thread."""
+    from dcptool.words import shown
+
+    quiet = is_quiet()  # of this thread: others have no context
+
+    def note(text: str) -> None:
+        if not quiet:
+            click.echo(f"note: {shown(text)}", err=True)
+
+    return note
+
+
 def answer(
     document: Callable[[], dict[str, Any]],
     text: Callable[[], str],
