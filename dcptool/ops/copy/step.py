@@ -231,23 +231,23 @@ class _Copying:
     def _begun(self, places: list[CopyPlace]) -> CopyPlace:
         """Return where the copy grows, ready for this process; it is added to `places` once it is held."""
         found, crew = self._found, self._crew
-        source = found.path if is_url(found.path) else os.path.abspath(found.path)
         names = {*found.files, self._options.marker}
-        token = os.urandom(8).hex() if crew.size > 1 else ""
 
-        def begin() -> tuple[str, dict[str, Moved]]:
+        def begin() -> tuple[str, str, dict[str, Moved]]:
+            source = found.path if is_url(found.path) else os.path.abspath(found.path)
+            token = os.urandom(8).hex() if crew.size > 1 else ""
             place = place_at(self._target)
             places.append(place)
             self._again(place.path, lambda: place.begin(source, names, token))
-            return token, place.journal.moved
+            return source, token, place.journal.moved
 
-        shown, known = crew.decide(begin)
+        source, token, known = crew.decide(begin)
 
         def join() -> None:
             if crew.rank:
                 place = place_at(self._target, crew.rank)
                 places.append(place)
-                self._again(place.path, lambda: place.join(source, known, shown))
+                self._again(place.path, lambda: place.join(source, known, token))
 
         crew.each(join)
         place = places[0]

@@ -61,10 +61,16 @@ def copy_together(
     def work(group: ProcessGroup, audience: Audience) -> StepCopies:
         crew = _Together(group, audience)
         found = _found(crew, path, options)
-        done = copy_found(found, os.fspath(target), options, watch, crew, dry_run=dry_run)
+        done = copy_found(found, os.fspath(target), options, _numbered(watch, group.rank), crew, dry_run=dry_run)
         return crew.decide(lambda: StepCopies(done.source, done.path, False, (done,), done.seconds))
 
     return work_together(0, work, TIMEOUT_SECONDS)
+
+
+def _numbered(watch: CopyWatch, rank: int) -> CopyWatch:
+    """Return whom to tell, with the rank in what is said."""
+    say = watch.say
+    return watch._replace(say=lambda text: say(f"rank {rank}: {text}")) if say else watch
 
 
 class _Together:
