@@ -135,3 +135,30 @@ def cut_box(box: Box, max_elements: int) -> Iterator[Box]:
     step = max(1, max_elements // inner)
     for start in range(0, sizes[0], step):
         yield (offsets[0] + start, *offsets[1:]), (min(step, sizes[0] - start), *sizes[1:])
+
+
+def flat_boxes(shape: Ints, first: int, last: int) -> Iterator[Box]:
+    """Yield, in row-major order, the boxes that together are elements `first` up to `last` of a flattened array.
+
+    >>> list(flat_boxes((3, 4), 2, 9))
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
+    """
+    if first >= last:
+        return
+    if len(shape) <= 1:
+        yield ((first,), (last - first,)) if shape else ((), ())
+        return
+    inner = volume(shape[1:])
+    head, tail = -(-first // inner), last // inner  # the first row that is whole, and the one past the last
+    if head > tail:  # all of it is inside one row
+        yield from _in_row(shape, tail, first - tail * inner, last - tail * inner)
+        return
+    yield from _in_row(shape, head - 1, first - (head - 1) * inner, inner)
+    if head < tail:
+        yield (head, *(0,) * len(shape[1:])), (tail - head, *shape[1:])
+    yield from _in_row(shape, tail, 0, last - tail * inner)
+
+
+def _in_row(shape: Ints, row: int, first: int, last: int) -> Iterator[Box]:
+    for offsets, sizes in flat_boxes(shape[1:], first, last):
+        yield (row, *offsets), (1, *sizes)

@@ -41,17 +41,12 @@ def copy(source: str, target: str, dry_run: bool, **chosen: Any) -> int:
     from dcptool.ops.copy.step import CopyOptions, CopyWatch
     from dcptool.ops.copy.together import copy_together
     from dcptool.render.copy import copy_json, copy_text, notes, plan_text
-    from dcptool.words import shown
-
-    def say(text: str) -> None:
-        if not options.is_quiet():
-            click.echo(f"note: {shown(text)}", err=True)
 
     meant = CopyOptions(**chosen)
     if under_torchrun() and meant.also:
         raise click.UsageError("under torchrun each process sends what it sees itself: without --also")
     with bar(speaks_for_all()) as progress:
-        expect = progress.expect if progress else None
+        expect, say = progress.expect if progress else None, options.noting()
         if under_torchrun():
             # torch's own lines on lost connections, with C++ stacks, would bury the one that says what happened.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

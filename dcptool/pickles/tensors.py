@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.extents import Ints
-from dcptool.checkpoint.regions import span
+from dcptool.checkpoint.regions import contiguous_strides, is_contiguous, span, volume
 from dcptool.errors import DcptoolError, ItemError
 from dcptool.pickles.standins import Global, Node, PersistentId, qualified_name
 
@@ -81,6 +81,22 @@ def tensor_view(node: Any) -> TensorView | None:
         else:
             return None
     return None
+
+
+def part_of(view: TensorView, first: int, shape: Ints) -> TensorView:
+    """Return a contiguous part of a contiguous view: `shape` elements, row-major, from its element `first` on.
+
+    Raises:
+        ItemError: it does not lie in the view, or the view is strided.
+    """
+    if not is_contiguous(view.shape, view.strides):
+        raise ItemError(
+            f"a tensor that should be contiguous has shape {list(view.shape)} and strides {list(view.strides)}"
+        )
+    if first < 0 or first + volume(shape) > volume(view.shape):
+        raise ItemError(f"elements {first:,} to {first + volume(shape):,} are wanted of {volume(view.shape):,}")
+    strides, start = contiguous_strides(shape), view.storage_offset + first
+    return view._replace(shape=shape, strides=strides, storage_offset=start)
 
 
 def foreign_tensor(node: Any) -> str:

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import TracebackType
@@ -18,6 +18,7 @@ from typing import Any
 
 from dcptool.errors import TrainingError
 from dcptool.storage import is_url, join, remember_options
+from dcptool.training.archiving import Archiver
 from dcptool.training.events import OnSave, SaveResult, announce
 from dcptool.training.lease import LeaseWatch, RunLease
 from dcptool.training.loading import Saving, require_restorable
@@ -29,11 +30,11 @@ from dcptool.training.ranks import Ranks
 from dcptool.training.restoring import Job, Restored, is_step_of, load_model_only, restore_chosen, restore_newest
 from dcptool.training.saving import Keeping, Times, clear_unfinished, make_room, mark_saved, step_name, tidy
 from dcptool.training.signals import StopSignals
-from dcptool.training.staging import Stager
-from dcptool.training.state import UNSTARTED, JobState, TrainState, as_state
+from dcptool.training.staging import Stager, require_stageable
+from dcptool.training.state import UNSTARTED, JobState, TrainState, as_state, require_model
 from dcptool.training.stopping import LastSave, seconds_of
 from dcptool.training.tree import flatten
-from dcptool.training.writing import Writing
+from dcptool.training.writing import Writing, threads_while_waiting
 
 logger = logging.getLogger("dcptool.training")
 
@@ -53,7 +54,9 @@ class CheckpointManager:
     Args:
         root: the run directory: a path all ranks share, or an fsspec URL; made if it is not there.
         keep: how many of the newest complete steps are kept; None keeps all.
-        archive_every: steps whose number is a multiple of this are kept too.
+        archive_every: steps whose number is a multiple of this, the milestones, are kept too.
+        archive: a folder, path or URL, that milestones are copied into in the background; they are deleted here once
+            they are proven to be there, unless something else keeps them.
         stop_on: signals that make `should_stop` true; the handlers there were before are called too.
         stop_within: seconds, or a timedelta, after the first of them in which the job must have ended: the save that
             comes then is its last, is not made in the background, and is left out if it would come too late.
@@ -85,6 +88,7 @@ class CheckpointManager:
         keep: int | None = 3,
         archive_every: int | None = None,
         *,
+        archive: str | os.PathLike[str] | None = None,
         stop_on: tuple[signal.Signals, ...] = (signal.SIGTERM,),
         stop_within: float | timedelta | None = None,
         on_save: OnSave | None = None,
@@ -106,6 +110,8 @@ class CheckpointManager:
         path = os.fspath(root)
         self.root = path if is_url(path) else os.path.abspath(path.removeprefix("file://"))
         self._keeping = Keeping(keep, archive_every, adopt, set())
+        self._lease = RunLease(self.root, lease_seconds)
+        self._archiver = Archiver(self.root, archive, self._keeping, self._lease)
         if storage_options is not None and is_url(self.root):
             remember_options(self.root, storage_options)
         choices = Choices(writer, planner, storage_options)
@@ -117,7 +123,6 @@ class CheckpointManager:
         self._upload_ranks = Ranks(timeout, process_group)  # of the thread: two threads must not share a group
         self._writing = Writing(choices, SavingProcess(stop_on) if apart else None)
         self._on_save = on_save
-        self._lease = RunLease(self.root, lease_seconds)
         self._left_over = True  # there may be something of saves that did not finish
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcptool-save")
         self._uploading: Future[str] | None = None
@@ -180,17 +185,9 @@ class CheckpointManager:
             return done
         began = time.perf_counter()
         path, job_state = self._begin(step, state)
-        saving = self._state_of(job_state, path)
-        try:
-            values, paths = saving.written
-            staged = self._ranks.agree(
-                f"{path} was not saved", lambda: self._stager.stage(values, job_state.optimizers)
-            )
-            if not job_state.optimizers:  # nothing tells when the state is about to change
-                self._stager.wait()
-        except BaseException:
-            self._stager.done()
-            raise
+        saving = self._state_of(job_state, path, require_stageable)
+        values, paths = saving.written
+        staged = self._stager.begin(values, job_state.optimizers, self._ranks, f"{path} was not saved")
         self._stager.blocked_seconds = time.perf_counter() - began
 
         def upload() -> str:
@@ -266,7 +263,7 @@ class CheckpointManager:
             TrainingError: there is none, it does not fit, or it cannot be loaded.
         """
         self.wait()
-        self._ranks.agree("nothing was loaded", lambda: _require_model(state))
+        self._ranks.agree("nothing was loaded", lambda: require_model(state))
         return load_model_only(os.fspath(path), state, Job(self._ranks, self._objects))
 
     def should_stop(self) -> bool:
@@ -288,7 +285,7 @@ class CheckpointManager:
         return any(stop for stop, *_ in told)
 
     def close(self) -> None:
-        """Finish the save in the background, give everything back; can be called again.
+        """Finish the save in the background and what goes to the archive, give everything back; can be called again.
 
         Raises:
             TrainingError: that save failed.
@@ -297,6 +294,7 @@ class CheckpointManager:
             return
         try:
             self.wait()
+            self._archiver.finish(self._signals)
         finally:
             self._release()
             self._stager.close()
@@ -324,17 +322,24 @@ class CheckpointManager:
             if self._left_over:
                 clear_unfinished(self.root)
             self._left_over = True  # until it is marked
-            make_room(self.root, step, self._lease.id)
+            with self._archiver.deletes_nothing():
+                make_room(self.root, step, self._lease.id)
             return self._lease.id
 
         self._lease.join(self._ranks.on_first(f"{path} was not saved", prepare))
         return path, states[0]
 
-    def _state_of(self, state: JobState, path: str) -> Saving:
-        """Return the state to save: what is not the same on all ranks, each rank saves under a name of its own."""
+    def _state_of(
+        self, state: JobState, path: str, require: Callable[[dict[str, Any]], None] = lambda _: None
+    ) -> Saving:
+        """Return the state to save: what is not the same on all ranks, each rank saves under a name of its own.
+
+        Refused on all ranks if `require` refuses it on one.
+        """
 
         def share() -> Share:
             flat = Flat(*flatten(state.tree()))
+            require(flat.values)
             return Share.of(flat, state.per_rank, flat.values.get(UNSTARTED, ()))
 
         whole, written = self._rank_local.arrange(share, self._ranks, f"{path} was not saved")
@@ -346,7 +351,8 @@ class CheckpointManager:
         apart = in_background and self._writing.process is not None
         watch = LeaseWatch(self.root, self._lease.id, self._writing.choices.storage_options)
         begun = time.perf_counter()
-        self._writing.write(saving.written, path, ranks, watch if apart else self._lease.confirm, apart)
+        n_threads = 1 if in_background else threads_while_waiting(saving.written)
+        self._writing.write(saving.written, path, ranks, watch if apart else self._lease.confirm, apart, n_threads)
         seconds = time.perf_counter() - began
         told = ranks.gather((seconds, self._stager.blocked_seconds if in_background else seconds))
         blocked = tuple(blocked for _, blocked in told)
@@ -358,6 +364,7 @@ class CheckpointManager:
             marker = mark_saved(path, step, ranks.world_size, times, self._resumed_from, self._lease.confirm)
             self._left_over = False
             tidy(self.root, step, self._keeping)
+            self._archiver.wake(step)
             return sum(marker.files.values())
 
         nbytes = ranks.on_first(f"{path} was not marked", finish)
@@ -378,6 +385,7 @@ class CheckpointManager:
     def _release(self) -> None:
         """Give signals, thread and memory back without waiting."""
         self._closed = True
+        self._archiver.stop()
         self._signals.close()
         self._thread.shutdown(wait=False)
         if self._uploading is None:
@@ -388,13 +396,3 @@ class CheckpointManager:
     def _require_open(self) -> None:
         if self._closed:
             raise TrainingError("the manager is closed")
-
-
-def _require_model(state: object) -> None:
-    """Refuse what has no model of its own.
-
-    Raises:
-        TypeError: says what to pass.
-    """
-    if not isinstance(state, TrainState):
-        raise TypeError(f"pass a TrainState(model, optimizer, …), not a {type(state).__name__}")

@@ -30,8 +30,8 @@ class Choices(NamedTuple):
         """Whether a function of the job's makes something, which may fail on one rank."""
         return callable(self.writer) or callable(self.planner)
 
-    def make_writer(self, path: str) -> Any:
-        """Return a new writer for the checkpoint at a path or URL.
+    def make_writer(self, path: str, n_threads: int = 1) -> Any:
+        """Return a new writer for the checkpoint at a path or URL, of so many threads where the job chooses none.
 
         Raises:
             UnsupportedError: it would write what nothing can restore.
@@ -40,7 +40,7 @@ class Choices(NamedTuple):
             writer = self.writer(path)
         else:
             of_url = self.storage_options or {} if is_url(path) else {}
-            writer = _usual_writer(path)(path, **{**(self.writer or {}), **of_url})
+            writer = _usual_writer(path)(path, **{"thread_count": n_threads, **(self.writer or {}), **of_url})
         if getattr(getattr(writer, "serialization_format", None), "value", "") == "safetensors":
             raise UnsupportedError(
                 "SAFETENSORS serialization has no place for objects (optimizer settings, schedulers, loaders), so torch"

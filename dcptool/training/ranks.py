@@ -7,6 +7,7 @@ Without a process group there is one rank. Knows nothing of checkpoints.
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -97,6 +98,13 @@ class Ranks:
         elif self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
+
+
+def cores_per_rank() -> int:
+    """Return how many cores there are for each rank of this machine, at least 1; torchrun tells how many ranks."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    n_ranks = int(told) if told.isdigit() else 1
+    return max(1, (os.cpu_count() or 1) // max(1, n_ranks))
 
 
 _SPARE: dict[tuple[Any, tuple[int, ...], timedelta | None], list[Any]] = {}

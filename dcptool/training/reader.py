@@ -31,6 +31,7 @@ from dcptool.ops.latest import find_latest
 from dcptool.runs.directory import runs_at
 from dcptool.storage import Location, is_url, locate
 from dcptool.training.as_metadata import ItemPlace, as_metadata
+from dcptool.training.ranks import cores_per_rank
 from dcptool.training.reading import Delivery, group
 from dcptool.words import listed
 
@@ -82,7 +83,7 @@ class Reader(StorageReader):  # type: ignore[misc]
         self._path = path.path if isinstance(path, Checkpoint) else os.fspath(path)
         self._registry, self._trust, self._run = _extension_registry, trust, run
         self._storage_options = storage_options
-        self._threads = threads or min(MAX_THREADS, max(1, (os.cpu_count() or 1) // _local_ranks()))
+        self._threads = threads or min(MAX_THREADS, cores_per_rank())
         self._begin()
 
     def _begin(self) -> None:
@@ -255,9 +256,3 @@ def _of_rank(checkpoint: Checkpoint, rank: int | None) -> Checkpoint:
         rank,
     )
     return checkpoint
-
-
-def _local_ranks() -> int:
-    """Return how many ranks run on this machine, as torchrun tells."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(text)) if text.isdigit() else 1

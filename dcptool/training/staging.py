@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from dcptool.errors import UnsupportedError
 from dcptool.training.options import Choice, require_choice
+from dcptool.training.ranks import Ranks
 
 try:
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -50,13 +51,38 @@ class Stager:
         if not callable(choice) and (choice is not None or StagingOptions is not None):
             _options(choice, shared)  # only to see whether they are possible
 
+    def begin(self, tree: Tree, optimizers: Sequence[Optimizer], ranks: Ranks, what: str) -> Callable[[], Tree]:
+        """Begin to copy a state on all ranks, and return what waits for this rank's copy.
+
+        torch's own stager only starts a thread here. Ranks that told each other so would do it while that thread copies
+        and holds the GIL, and take most of the time until training goes on: what fails is raised by what is returned.
+
+        Args:
+            tree: the state; copied before this returns if there are no optimizers, for nothing tells when it changes.
+            optimizers: wait with their next step.
+            ranks: all ranks.
+            what: is tried, for errors.
+
+        Raises:
+            TrainingError: a stager of the job's failed on some rank.
+        """
+        try:
+            if callable(self._choice) or DefaultStager is None:
+                staged = ranks.agree(what, lambda: self.stage(tree, optimizers))
+            else:
+                staged = _promised(lambda: self.stage(tree, optimizers))
+            if not optimizers:
+                self.wait()
+        except BaseException:
+            self.done()
+            raise
+        return staged
+
     def stage(self, tree: Tree, optimizers: Sequence[Optimizer]) -> Callable[[], Tree]:
         """Begin to copy a state, and return what waits for the copy; where torch cannot, copy it now.
 
-        Raises:
-            UnsupportedError: it holds what cannot be copied so.
+        What it holds must have passed `require_stageable`.
         """
-        _require_stageable(tree)
         if DefaultStager is None and not callable(self._choice):
             if not self._said:
                 logger.warning(
@@ -131,7 +157,20 @@ def _options(choice: Choice, shared: bool) -> Any:
     return StagingOptions(**options)
 
 
-def _require_stageable(tree: Tree) -> None:
+def _promised(begin: Callable[[], Callable[[], Tree]]) -> Callable[[], Tree]:
+    """Return what `begin` returns; what it raises, the function that is returned raises."""
+    try:
+        return begin()
+    except Exception as error:
+        failure = error
+
+        def failed() -> Tree:
+            raise failure
+
+        return failed
+
+
+def require_stageable(tree: Tree) -> None:
     """Refuse the tensors of FSDP1 without a device mesh: torch stages none of them.
 
     Raises:

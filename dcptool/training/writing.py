@@ -20,12 +20,13 @@ from dcptool.errors import StorageError
 from dcptool.training.options import Choices
 from dcptool.training.processes import SavingProcess, require_picklable
 from dcptool.training.rank_local import Flat
-from dcptool.training.ranks import Ranks, sendably
+from dcptool.training.ranks import Ranks, cores_per_rank, sendably
 from dcptool.training.tree import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk, or a quota, says that has no room."""
 _AS_GOOD_AS_FULL_NBYTES = 1 << 20
+_WORTH_A_FILE_NBYTES = 64 << 20
 _CACHES = (
     "_cached_save_plan",
     "_cached_all_plans",
@@ -49,7 +50,13 @@ class Writing:
         self._shapes: Any = None
 
     def write(
-        self, written: Flat, path: str, ranks: Ranks, still_ours: Callable[[], None], apart: bool = False
+        self,
+        written: Flat,
+        path: str,
+        ranks: Ranks,
+        still_ours: Callable[[], None],
+        apart: bool = False,
+        n_threads: int = 1,
     ) -> None:
         """Write a state, on all ranks.
 
@@ -59,12 +66,15 @@ class Writing:
             ranks: all ranks.
             still_ours: called on every rank before it writes anything; raises if it must not. Pickled, if apart.
             apart: let the process beside this one do it.
+            n_threads: of torch's writer, where the job has not chosen how many.
 
         Raises:
             TrainingError: it was not written, on some rank.
         """
         try:
-            ranks.agree(f"{path} was not saved", lambda: self._write(written, path, ranks, still_ours, apart))
+            ranks.agree(
+                f"{path} was not saved", lambda: self._write(written, path, ranks, still_ours, apart, n_threads)
+            )
         except BaseException:
             self._forget_plans()
             if self.process is not None and not all(ranks.gather(self.process.is_sound())):
@@ -77,11 +87,13 @@ class Writing:
         if self.process is not None:
             self.process.close()
 
-    def _write(self, written: Flat, path: str, ranks: Ranks, still_ours: Callable[[], None], apart: bool) -> None:
+    def _write(
+        self, written: Flat, path: str, ranks: Ranks, still_ours: Callable[[], None], apart: bool, n_threads: int
+    ) -> None:
         def make() -> tuple[Any, Any]:
             if apart:
                 require_picklable(written.values)
-            return self.choices.make_planner(), self.choices.make_writer(path)
+            return self.choices.make_planner(), self.choices.make_writer(path, n_threads)
 
         planner, writer = ranks.agree(path, make) if apart or self.choices.may_fail else make()
         if getattr(planner, "_enable_plan_caching", False):
@@ -104,6 +116,17 @@ class Writing:
         for cache in _CACHES:
             getattr(SavePlanner, cache, {}).pop(self._plans, None)
         self._plans, self._shapes = uuid.uuid4().hex, None
+
+
+def threads_while_waiting(written: Flat) -> int:
+    """Return how many threads write a state while training waits: two, of a rank that has two cores and much to save.
+
+    One where a tensor is on a device: only then torch copies the next ones to the host while one is written.
+    """
+    tensors = [value for value in written.values.values() if torch.is_tensor(value)]
+    here = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # of a DTensor what this rank has
+    is_worth_it = sum(tensor.numel() * tensor.element_size() for tensor in here) >= _WORTH_A_FILE_NBYTES
+    return min(2, cores_per_rank()) if is_worth_it and all(tensor.is_cpu for tensor in here) else 1
 
 
 def _accepted(method: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcptool.checkpoint.regions import contiguous_strides, first_gap, intersect, is_contiguous, span, volume
+from dcptool.checkpoint.regions import (
+    contiguous_strides,
+    first_gap,
+    flat_boxes,
+    index_in,
+    intersect,
+    is_contiguous,
+    span,
+    volume,
+)
 
 SHAPES = st.lists(st.integers(0, 5), min_size=0, max_size=3).map(tuple)
 
@@ -66,3 +75,14 @@ def test_a_large_grid_is_near_linear():
     boxes = [((row * 4, column * 8), (4, 8)) for row in range(300) for column in range(100)]
     assert first_gap(((0, 0), (1200, 800)), boxes) is None
     assert first_gap(((0, 0), (1200, 800)), boxes[:-1]) == ((1196, 792), (4, 8))
+
+
+@given(SHAPES, st.data())
+def test_a_flat_range_is_its_boxes_in_order(shape, data):
+    count = volume(shape)
+    first, last = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
+    array = np.arange(count).reshape(shape)
+    boxes = list(flat_boxes(shape, first, last))
+    found = [array[index_in(((0,) * len(shape), shape), box)].reshape(-1) for box in boxes]
+    assert np.concatenate([np.empty(0, int), *found]).tolist() == list(range(first, last))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)

@@ -4,6 +4,10 @@ zip        the zip that torch.save writes
 zip_scan   such zips that lie back to back, with nothing to tell where one ends
 items      tensors and objects inside such a zip
 graphs     tensors and objects as torch pickles them, to be written
+files      one file loaded as stand-ins
+flatten    nested values by path
+source     finds and reads what lies in one file or in several
+build      a `Checkpoint` out of whole tensors, pieces of larger ones, and objects
 reader     a file into a `Checkpoint`
 zip_write  such a zip laid out
 write      a file laid out
