@@ -10,8 +10,8 @@ import torch
 
 LAST = 5
 SAVED = 2
-N_RANKS = int(os.environ["WORLD_SIZE"])
-IS_FIRST = os.environ["RANK"] == "0"
+N_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+IS_FIRST = os.environ.get("RANK", "0") == "0"
 
 
 def numbers(step, *shape, high=0):

@@ -10,13 +10,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import megatron.core.fusions.fused_softmax as fused_softmax
 import torch
 import torch.distributed as dist
-
-torch.cuda.synchronize = lambda *args: None
-torch.cuda.current_device = lambda: torch.device("cpu")
-
-import megatron.core.fusions.fused_softmax as fused_softmax
 from going_on import IS_FIRST, LAST, N_RANKS, SAVED, numbers, tell
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -34,6 +30,8 @@ WIDTH, WORDS, LENGTH = 24, 48, 8
 
 def main(run, out, *step):
     """Megatron writes from processes that import this module again."""
+    torch.cuda.synchronize = lambda *args: None
+    torch.cuda.current_device = lambda: torch.device("cpu")
     fused_softmax.get_default_causal_mask = lambda n: torch.ones(n, n).triu(1).bool()  # Megatron makes it on a GPU
     tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
     torch.set_num_threads(1)

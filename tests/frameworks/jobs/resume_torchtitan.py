@@ -4,50 +4,13 @@ Usage: resume_torchtitan.py RUN OUT.json [STEP]; on other than 2 ranks the data 
 """
 
 import sys
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-
-import torch
-import torch._dynamo
-import torch._functorch.partitioners
-import torch._inductor.compile_fx
-import torch.distributed as dist
-import torch.distributed.pipelining
-from going_on import LAST, N_RANKS, SAVED, numbers, tell
-
-
-class Anything:
-    """Kernels of triton, which does not exist for CPUs: none is called."""
-
-    def __getattr__(self, name):
-        return Anything()
-
-    def __getitem__(self, key):
-        return Anything()
-
-    def __call__(self, *args, **kwargs):
-        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else Anything()
-
-
-class Stand(ModuleType):
-    def __init__(self, name):
-        super().__init__(name)
-        self.__spec__, self.__path__ = ModuleSpec(name, None, is_package=True), []
-        sys.modules[name] = self
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Anything()
-
-
-triton = Stand("triton")
-triton.language = Stand("triton.language")
-triton.language.extra = Stand("triton.language.extra")
-
 from pathlib import Path
 
+import no_triton  # noqa: F401  # before torchtitan
+import torch
+import torch.distributed as dist
 import torchtitan.models.llama3 as llama3
+from going_on import LAST, N_RANKS, SAVED, numbers, tell
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
