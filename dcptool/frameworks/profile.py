@@ -175,8 +175,7 @@ class Profile(NamedTuple):
         counter: pattern of names whose number counts saves, and begins anew when a job goes on.
         progress: what tells the order of such steps, as it only grows.
         taken: pattern of names in a run directory that it takes for steps of its own, and what it does; None: none.
-        elsewhere: the group of entries for which it must be told that the number of ranks is another, and what it must
-            be told; None: it goes on as it is.
+        elsewhere: what it does on another number of data-parallel ranks, and must be told; "" where it just goes on.
     """
 
     name: str
@@ -191,7 +190,7 @@ class Profile(NamedTuple):
     counter: str = ""
     progress: Value | None = None
     taken: tuple[str, str] | None = None
-    elsewhere: tuple[str, str] | None = None
+    elsewhere: str = ""
 
     def holds(self, name: str) -> str:
         """Return what a file of the step holds; "" for one that is not known."""
@@ -238,12 +237,6 @@ class Profile(NamedTuple):
     def goes_on_without(self, name: str) -> bool:
         """Tell whether a rank that does not find a file goes on, and begins anew what is in it."""
         return any(needed.anew and needed.matches(name) for needed in self.needed)
-
-    def elsewhere_for(self, step: SavedStep) -> str:
-        """Return what the trainer must be told to go on from a step on another number of ranks; "" for nothing."""
-        group, told = self.elsewhere or ("", "")
-        names = (fqn for part in step.parts.values() for fqn in part)
-        return told if group and any(fqn.partition(".")[0] == group for fqn in names) else ""
 
     def lacks(self, step: SavedStep) -> list[str]:
         """Return what a step that was saved for its weights alone lacks for a resume, in words; nothing of others."""

@@ -386,7 +386,7 @@ def _missing(step: FoundStep) -> list[str]:
 
 
 def _elsewhere(step: FoundStep, n_ranks: int | None) -> list[str]:
-    told = step.profile.elsewhere_for(step.saved) if step.profile and n_ranks not in (None, step.saved.n_ranks) else ""
+    told = step.profile.elsewhere if step.profile and n_ranks not in (None, step.saved.n_ranks) else ""
     return [f"on another number of data-parallel ranks {step.profile.name} {told}"] if step.profile and told else []
 
 

@@ -1,7 +1,8 @@
 """A step saved on 2 ranks, resharded as a user types it, is gone on from by its trainer with nothing else done.
 
-Slow, and run by hand: DCPTOOL_TRAINERS names the python of an environment with torch and the trainers; of those it lacks, the
-tests are skipped. What a trainer does with the step itself on as many ranks is what it must do with the output, to the bit.
+Slow, and run by hand: DCPTOOL_TRAINERS names the python of an environment with torch and the trainers; tests of those
+it lacks are skipped. What a trainer does with the step itself on as many ranks is what it must do with the output, to
+the bit.
 """
 
 from __future__ import annotations
