@@ -175,6 +175,7 @@ class Profile(NamedTuple):
         counter: pattern of names whose number counts saves, and begins anew when a job goes on.
         progress: what tells the order of such steps, as it only grows.
         taken: pattern of names in a run directory that it takes for steps of its own, and what it does; None: none.
+        tracker: the file in a run directory by which it finds its newest step, by number; "" where it lists the folder.
         elsewhere: what it does on another number of data-parallel ranks, and must be told; "" where it just goes on.
     """
 
@@ -190,6 +191,7 @@ class Profile(NamedTuple):
     counter: str = ""
     progress: Value | None = None
     taken: tuple[str, str] | None = None
+    tracker: str = ""
     elsewhere: str = ""
 
     def holds(self, name: str) -> str:

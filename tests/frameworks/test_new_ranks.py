@@ -11,6 +11,7 @@ import pytest
 
 import dcptool
 from dcptool.ops.latest import find_latest
+from dcptool.ops.reshard.plan import ReshardOptions, make_plan
 from dcptool.ops.verify.verdict import State
 from tests.alone import reshard_alone
 from tests.conftest import FOREIGN, run
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TRAINER = FOREIGN / "trainer_fsdp2" / "checkpoint-2"
 ACCELERATE = FOREIGN / "accelerate_fsdp2_auto" / "checkpoints" / "checkpoint_1"
 TITAN = FOREIGN / "torchtitan_dcp" / "checkpoint" / "step-2"
+MEGATRON = FOREIGN / "megatron_tp2" / "iter_0000010"
 OF_RANKS = {TRAINER: "rng_state_{}.pth", ACCELERATE: "random_states_{}.pkl"}
 of_both = pytest.mark.parametrize("source", OF_RANKS, ids=["trainer", "accelerate"])
 
@@ -82,3 +84,17 @@ def test_what_a_trainer_must_be_told_on_other_ranks_is_said(n_ranks, is_told, tm
     """torchtitan's data loader stops at another number of ranks, also with the step it saved itself."""
     done = reshard_alone(TITAN, tmp_path / "out" / "step-2", world_size=n_ranks)
     assert any("exclude_from_loading" in note for note in done.notes) is is_told
+
+
+@pytest.mark.parametrize(("there", "said"), [(None, "is not there"), ("7", "names 7"), ("10", "")])
+def test_a_file_by_which_a_trainer_finds_its_steps_is_asked_for(there, said, tmp_path):
+    """Megatron-LM begins anew with a warning where it is not there; a step's own name is nothing to it."""
+    if there:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text(there)
+    plan = make_plan(str(MEGATRON), str(tmp_path / "run" / MEGATRON.name), ReshardOptions(3))
+    notes = [note for note in plan.notes if "latest_checkpointed_iteration.txt" in note]
+    assert len(notes) == bool(said)
+    assert all(said in note and "write 10 into it" in note for note in notes)
+    plan = make_plan(str(MEGATRON), str(tmp_path / "run" / "model"), ReshardOptions(3))
+    assert not any("latest_checkpointed" in note for note in plan.notes)  # no step by its name

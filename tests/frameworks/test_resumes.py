@@ -112,9 +112,8 @@ def test_a_resharded_step_is_gone_on_from_as_the_step_itself(name, n_ranks, save
     found = job(trainer, n_ranks, tmp_path / "b", tmp_path / "found.json", out)
     print(name, n_ranks, *(f"{row[1]:.6f}" for row in found))
     assert found == wanted
-    assert [row[0] for row in found] == [row[0] for row in whole[SAVED:]]
     for row, same in zip(found, whole[SAVED:], strict=True):  # other sums of the same numbers
-        assert row[1:] == [pytest.approx(value, rel=1e-4) for value in same[1:]]
+        assert row[:2] == [same[0], pytest.approx(same[1], rel=1e-4)]
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -124,7 +123,8 @@ def test_a_copied_step_is_gone_on_from_as_the_step_itself(name, saved, tmp_path)
     copied = tmp_path / "copied" / trainer.step
     typed("copy", run / trainer.step, copied)
     require_resumable(copied)
-    assert job(trainer, 2, tmp_path / "run", tmp_path / "found.json", copied) == whole[SAVED:]
+    found = job(trainer, 2, tmp_path / "run", tmp_path / "found.json", copied)
+    assert [row[:2] for row in found] == [row[:2] for row in whole[SAVED:]]
 
 
 @pytest.mark.parametrize("n_ranks", [0, 1, 3])

@@ -168,6 +168,8 @@ def section_of(profile: Profile) -> str:
         said.append(f"The best step: `{'.'.join(profile.best.keys)}` in `{profile.best.file}`.")
     if profile.counter:
         said.append(f"Numbers begin anew when a job goes on (`{profile.counter}`).")
+    if profile.tracker:
+        said.append(f"It finds its newest step by the number in `{profile.tracker}`, beside the steps.")
     if profile.elsewhere:
         said.append(f"On another number of data-parallel ranks it {profile.elsewhere}.")
     rows = [row_of(needed) for needed in profile.needed]
