@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -138,8 +139,9 @@ def test_what_is_made_for_transformers_is_loaded_by_it(name, n_ranks, saved, tmp
         step = tmp_path / "resharded" / step.name
     model = tmp_path / "model"
     typed("convert", "--to", "safetensors", "--strip-prefix", "model.", step / "pytorch_model_fsdp_0", model)
-    config = model if (model / "config.json").exists() else run / "model"
-    python(JOBS / "pretrained.py", model, config, SAVED, tmp_path / "out.json")
+    if name == "trainer":  # a sharded step of it has none
+        shutil.copy(run / "model" / "config.json", model)
+    python(JOBS / "pretrained.py", model, SAVED, tmp_path / "out.json")
     told = json.loads((tmp_path / "out.json").read_text())
     assert told["wrong"] == []
     wanted = whole[SAVED][1] if name == "accelerate" else json.loads((run / "loss.json").read_text())[0]

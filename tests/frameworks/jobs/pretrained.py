@@ -1,16 +1,14 @@
-"""Load a folder as transformers does and give the loss of a batch. Usage: pretrained.py FOLDER CONFIG STEP OUT.json."""
+"""Load a folder as transformers does and give the loss of a batch. Usage: pretrained.py FOLDER STEP OUT.json."""
 
 import json
 import sys
 
 import torch
 from going_on import numbers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-folder, config, step, out = sys.argv[1:]
-model, told = AutoModelForCausalLM.from_pretrained(
-    folder, config=AutoConfig.from_pretrained(config), dtype=torch.float32, output_loading_info=True
-)
+folder, step, out = sys.argv[1:]
+model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
 words = numbers(int(step), 12, 5, high=33)
 with torch.no_grad():
     loss = model(input_ids=words, labels=words).loss.item()
