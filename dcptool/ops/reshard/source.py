@@ -12,9 +12,7 @@ from dcptool.formats.table import FORMATS, fills_folder
 from dcptool.ops.latest import find_latest
 from dcptool.ops.sources import StepSource
 from dcptool.runs.directory import is_run_of
-from dcptool.runs.pointers import MAX_POINTER_NBYTES
-from dcptool.storage import base_name, is_url, join, locate
-from dcptool.words import shown
+from dcptool.storage import base_name, is_url, locate
 
 
 def source_here() -> tuple[str, tuple[str, ...]]:
@@ -92,35 +90,6 @@ def in_a_run(source: StepSource, target: str) -> list[str]:
     if not re.fullmatch(pattern, name) or not _holds_steps(run, name):
         return []
     return [f"{path} is in a run directory of {step.profile.name}, which {why}: better beside it, or elsewhere"]
-
-
-def tracked(source: StepSource, target: str) -> list[str]:
-    """Say what a trainer that finds its newest step by a file in the run directory would not find the output by."""
-    profile = source.step.profile if source.step else None
-    run, _, name = (target.rstrip("/") if is_url(target) else os.path.abspath(target)).rpartition("/")
-    number = step_number(name)
-    if profile is None or not profile.tracker or number is None:
-        return []
-    wanted = name if name == "release" else str(number)
-    said = _said(run, profile.tracker)
-    if said == wanted:
-        return []
-    found = "is not there, so that it begins anew without a word" if said is None else f"names {shown(said)}"
-    tracker = shown(join(run, profile.tracker))
-    return [
-        f"{profile.name} finds its newest step by {tracker}, which {found}: write {wanted} into it to go on from this"
-    ]
-
-
-def _said(folder: str, name: str) -> str | None:
-    """Return the text of a small file in a folder; None if it is not there or cannot be read."""
-    try:
-        storage = locate(folder).storage
-        nbytes = storage.size(name)
-        text = None if nbytes is None else storage.read(name, 0, min(nbytes, MAX_POINTER_NBYTES))
-    except DcptoolError:
-        return None
-    return None if text is None else text.decode(errors="replace").strip()
 
 
 def _holds_steps(run: str, without: str) -> bool:
