@@ -28,6 +28,8 @@ from dcptool.pickles.wrapped import wrapped
 from tests.conftest import MADE_OF_TENSORS, OLD, foreign_tensors, part, run
 from tests.damage import flip_byte
 
+CHECKED = [found for found in MADE_OF_TENSORS if not found.name.startswith("legacy")]
+"""Those stored with checksums."""
 WHOLE = [found for found in MADE_OF_TENSORS if not found.name.endswith("_w2")]
 DCP = [found for found in WHOLE if found.path.is_dir()]
 NAMES = {"q_per_channel_scales": "scales", "q_per_channel_zero_points": "zero_points"}
@@ -91,13 +93,14 @@ def test_every_inner_tensor_is_found(found):
 @pytest.mark.parametrize("found", MADE_OF_TENSORS, ids=by_name)
 def test_they_are_proven(found, level):
     judged = verdict(found.path, level)
-    assert (judged.state, list(judged.findings)) == (State.COMPLETE, [])
+    assert judged.state is State.COMPLETE
+    assert [finding.kind for finding in judged.findings] == ["not-verifiable"] * (level > 0 and found not in CHECKED)
     if level:
         assert judged.tally.n_unread == 0
-        assert judged.tally.n_unverifiable == 0
+        assert judged.tally.n_unverifiable == (found not in CHECKED)
 
 
-@pytest.mark.parametrize("found", MADE_OF_TENSORS, ids=by_name)
+@pytest.mark.parametrize("found", CHECKED, ids=by_name)
 def test_a_flipped_bit_in_any_inner_tensor_is_found(found, tmp_path):
     checkpoint = dcptool.open(found.path)
     subclass = checkpoint.subclasses[sorted(foreign_tensors(found))[0]]
@@ -147,12 +150,12 @@ def test_carried_whole(found, to, tmp_path):
     assert dcptool.compare(found.path, path).equal
 
 
-@pytest.mark.parametrize("found", WHOLE, ids=by_name)
+@pytest.mark.parametrize("found", [found for found in WHOLE if found in CHECKED], ids=by_name)
 def test_safetensors_take_what_is_inside(found, tmp_path):
     path = tmp_path / "out.safetensors"
     done = run("convert", "--to", "safetensors", found.path, path)
     assert done.returncode == 3
-    assert f"{len(foreign_tensors(found))} tensors are made of other tensors" in done.stderr
+    assert "made of other tensors, such as" in done.stderr
     assert "--flatten-subclasses writes what is inside them" in done.stderr
     assert not list(tmp_path.iterdir())
     exclude = [] if found.name != "quantized_dcp_w1" else ["--exclude", "q.per_tensor*"]

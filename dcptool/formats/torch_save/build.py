@@ -22,7 +22,7 @@ from dcptool.pickles.wrapped import Wrapped, wrapped
 from dcptool.storage import Storage
 
 
-class Piece(NamedTuple):
+class StoredBox(NamedTuple):
     """A box of a tensor in one file.
 
     Attributes:
@@ -75,7 +75,7 @@ class Builder:
             self._source.values[fqn] = value
             self._entries[fqn] = ObjectEntry(fqn, path, file.item, foreign_tensor(value))
         else:
-            self.add_tensor(fqn, path, view.dtype, view.shape, [Piece(file.name, (0,) * len(view.shape), view)])
+            self.add_tensor(fqn, path, view.dtype, view.shape, [StoredBox(file.name, (0,) * len(view.shape), view)])
 
     def _add_wrapped(self, fqn: str, path: Path, value: Any, found: Wrapped, file: TorchFile) -> None:
         """Add a tensor made of tensors, whole in a file."""
@@ -85,7 +85,7 @@ class Builder:
         chunks = self._table.chunks_since(mark, len(shape))
         self._entries[fqn] = TensorEntry(fqn, found.piece.dtype, shape, path, chunks, kind=found.piece.kind)
 
-    def add_tensor(self, fqn: str, path: Path | None, dtype: str, shape: Ints, pieces: Sequence[Piece]) -> None:
+    def add_tensor(self, fqn: str, path: Path | None, dtype: str, shape: Ints, pieces: Sequence[StoredBox]) -> None:
         """Add a tensor in pieces; of a box that is there more than once, the first is a chunk, the others are copies.
 
         Args:

@@ -72,6 +72,8 @@ def rekey(graph: ObjectGraph, keys: Keys) -> Any:
             continue
         done.add(id(found))
         value = found.value
+        if isinstance(value, tuple) and len(value) == 6 and value[5] is None:
+            value = value[:5]  # as before torch 1.6, where the last one is of a view
         if not isinstance(value, tuple) or len(value) != 5 or value[0] != "storage":
             raise ItemError("it refers to something outside its pickle that is no storage")
         record = graph.storages.get(str(value[2]))

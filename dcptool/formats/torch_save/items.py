@@ -12,6 +12,7 @@ from dcptool.checkpoint.findings import how_to_load
 from dcptool.checkpoint.pieces import TensorPiece
 from dcptool.checkpoint.regions import span
 from dcptool.errors import ItemError, UnsupportedError
+from dcptool.formats.torch_save.stream import Archive
 from dcptool.formats.torch_save.zip import TorchZip
 from dcptool.pickles import inert, plain
 from dcptool.pickles.calls import Calls
@@ -41,7 +42,7 @@ class _Viewed(NamedTuple):
     wrapped: Wrapped | None
 
 
-def payload_of(view: TensorView, archive: TorchZip, item: Extent) -> Payload:
+def payload_of(view: TensorView, archive: Archive, item: Extent) -> Payload:
     """Return the payload behind a tensor view: the zip member of its storage.
 
     Args:
@@ -123,7 +124,7 @@ def examine(archive: TorchZip, item: Extent, is_tensor: bool) -> Examined:
     return Examined(None, archive.records(item), calls.unsafe)
 
 
-def inner_payloads(found: Wrapped, archive: TorchZip, item: Extent) -> tuple[tuple[str, Payload], ...]:
+def inner_payloads(found: Wrapped, archive: Archive, item: Extent) -> tuple[tuple[str, Payload], ...]:
     """Return the payload of each inner tensor by its name; errors as of `payload_of`, which name it."""
     payloads = []
     for name, view in found.views.items():
@@ -154,7 +155,7 @@ _small_view = functools.lru_cache(4096)(_read_view)
 """Chunks of one dtype and shape have one pickle, byte for byte; a checkpoint has few different ones."""
 
 
-def storages(archive: TorchZip, item: Extent) -> dict[str, Record]:
+def storages(archive: Archive, item: Extent) -> dict[str, Record]:
     """Return the records of a zip's storages, by key."""
     archive.require_little_endian()
     return {
@@ -162,7 +163,7 @@ def storages(archive: TorchZip, item: Extent) -> dict[str, Record]:
     }
 
 
-def decoded(root: Any, archive: TorchZip) -> Any:
+def decoded(root: Any, archive: Archive) -> Any:
     """Return an object of a zip's pickle in readable form, with the values of small tensors in it."""
 
     @functools.lru_cache(_KEPT_STORAGES)
