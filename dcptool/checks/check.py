@@ -103,7 +103,8 @@ def check(
     if level >= Level.DEEP:
         problems += replica_problems(checkpoint)
         problems += _unverifiable(looked.tally)
-    not_finite = {fqn: looked.not_finite[fqn] for fqn in checkpoint if fqn in looked.not_finite}
+    in_order = dict.fromkeys([*(fqn for fqn in checkpoint if fqn in looked.not_finite), *looked.not_finite])
+    not_finite = {fqn: looked.not_finite[fqn] for fqn in in_order}  # inner tensors have names of their own
     problems += not_finite_problems(not_finite)
     return CheckReport(tuple(worst_first(problems)), level, looked.tally, not_finite)
 
