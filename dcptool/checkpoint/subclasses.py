@@ -13,14 +13,16 @@ from typing import Any, NamedTuple, Protocol
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.chunks import ChunkTable
 from dcptool.checkpoint.entries import Entry, Source, StoredPiece, TensorEntry
-from dcptool.checkpoint.extents import Chunk
+from dcptool.checkpoint.extents import Chunk, Ints
 from dcptool.checkpoint.format import Format, Variant
 from dcptool.checkpoint.pieces import FOLLOWING_SHAPE, Blocks, Cut, TensorPiece, cuts_of, inner_box, whole_shape
-from dcptool.checkpoint.regions import Box, volume
+from dcptool.checkpoint.regions import Box, is_contiguous, volume
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
 
 LEAST_AROUND_NBYTES = 600
 """What torch.save puts around the values of one tensor has 1,116 bytes at the least (2.2 to 2.14), dcptool 653."""
+MAX_COMPARED_NBYTES = 1 << 20
+"""Of the scales of one piece that are compared with those of others."""
 MAX_LOOKED_AT = 256
 """Items that are looked at to find tensors made of tensors."""
 QUANTISED_DTYPES = ("qint", "quint")
@@ -170,6 +172,8 @@ def look_into(checkpoint: Holder, entry: TensorEntry, table: ChunkTable) -> Subc
     first = pieces[0][1]
     whole = len(pieces) == 1 and pieces[0][0].sizes == entry.shape
     cuts = _agreed([cuts_of(piece) for _, piece in pieces if volume(piece.shape)] or [cuts_of(first)])
+    if cuts is not None and not whole:
+        cuts = {name: _by_values(checkpoint, entry, name, cut, pieces) for name, cut in cuts.items()}
     if not whole and cuts is None:
         why = f"{entry.fqn!r} is {first.kind}, of which dcptool does not know how its pieces are joined"
         return Subclass(entry, first, problem=why)
@@ -200,6 +204,43 @@ def _agreed(found: Sequence[Mapping[str, Cut] | None]) -> Mapping[str, Cut] | No
             elif cut != known:
                 return None
     return agreed
+
+
+def _by_values(
+    checkpoint: Holder, entry: TensorEntry, name: str, cut: Cut, pieces: Sequence[tuple[Chunk, TensorPiece]]
+) -> Cut:
+    """Return how an inner tensor follows where each piece has one element of it along a cut dimension.
+
+    That is one for all of the tensor if it is the same in all pieces, else one for as many elements as a piece has.
+    """
+    if not isinstance(cut, Blocks):
+        return cut
+    axes = []
+    for dim, per in cut.axes:
+        longest = max((chunk.sizes[dim] for chunk, _ in pieces), default=0)
+        is_cut = per == 0 and 0 < longest < entry.shape[dim]
+        if is_cut and not any(chunk.offsets[dim] % longest for chunk, piece in pieces if volume(piece.shape)):
+            values = {_bytes_of(checkpoint, entry, name, *found) for found in pieces if volume(found[1].shape)}
+            per = longest if len(values) > 1 or None in values else 0
+        axes.append((dim, per))
+    return Blocks(tuple(axes))
+
+
+def _bytes_of(
+    checkpoint: Holder, entry: TensorEntry, name: str, chunk: Chunk, piece: TensorPiece
+) -> tuple[Ints, bytes] | None:
+    """Return an inner tensor of a piece as it is stored, None if it is too large or strided."""
+    dtype, shape = piece.inner[name]
+    inner = TensorEntry(f"{entry.fqn}.{name}", dtype, shape, None, entry.chunks, inner=name)
+    if chunk.item is None:
+        return None
+    found = checkpoint.source.payload(inner, chunk, chunk.item)
+    itemsize = dtypes.lookup(dtype).itemsize
+    out = bytearray(volume(shape) * itemsize)
+    if len(out) > MAX_COMPARED_NBYTES or not is_contiguous(shape, found.strides):
+        return None
+    checkpoint.source.read_into(found.record, found.storage_offset * itemsize, memoryview(out))
+    return shape, bytes(out)
 
 
 def _joined(
