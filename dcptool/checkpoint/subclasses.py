@@ -15,7 +15,16 @@ from dcptool.checkpoint.chunks import ChunkTable
 from dcptool.checkpoint.entries import Entry, Source, StoredPiece, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Ints
 from dcptool.checkpoint.format import Format, Variant
-from dcptool.checkpoint.pieces import FOLLOWING_SHAPE, Blocks, Cut, TensorPiece, cuts_of, inner_box, whole_shape
+from dcptool.checkpoint.pieces import (
+    FOLLOWING_SHAPE,
+    Blocks,
+    Cut,
+    FlatRun,
+    TensorPiece,
+    cuts_of,
+    inner_box,
+    whole_shape,
+)
 from dcptool.checkpoint.regions import Box, is_contiguous, volume
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
 
@@ -173,7 +182,11 @@ def look_into(checkpoint: Holder, entry: TensorEntry, table: ChunkTable) -> Subc
     whole = len(pieces) == 1 and pieces[0][0].sizes == entry.shape
     cuts = _agreed([cuts_of(piece) for _, piece in pieces if volume(piece.shape)] or [cuts_of(first)])
     if cuts is not None and not whole:
-        cuts = {name: _by_values(checkpoint, entry, name, cut, pieces) for name, cut in cuts.items()}
+        looked = {name: _by_values(checkpoint, entry, name, cut, pieces) for name, cut in cuts.items()}
+        other = next((name for name, cut in looked.items() if cut is None), None)
+        if other is not None:
+            return Subclass(entry, first, problem=f"{entry.fqn!r} is {first.kind}: each piece has another {other}")
+        cuts = {name: cut for name, cut in looked.items() if cut is not None}
     if not whole and cuts is None:
         why = f"{entry.fqn!r} is {first.kind}, of which dcptool does not know how its pieces are joined"
         return Subclass(entry, first, problem=why)
@@ -208,22 +221,26 @@ def _agreed(found: Sequence[Mapping[str, Cut] | None]) -> Mapping[str, Cut] | No
 
 def _by_values(
     checkpoint: Holder, entry: TensorEntry, name: str, cut: Cut, pieces: Sequence[tuple[Chunk, TensorPiece]]
-) -> Cut:
-    """Return how an inner tensor follows where each piece has one element of it along a cut dimension.
+) -> Cut | None:
+    """Return how an inner tensor follows that each piece has whole, or one element of along a cut dimension.
 
-    That is one for all of the tensor if it is the same in all pieces, else one for as many elements as a piece has.
+    That is one for all of the tensor if it is the same in all pieces, else one for as many elements as a piece has;
+    None where pieces are of different lengths.
     """
-    if not isinstance(cut, Blocks):
+    held = [found for found in pieces if volume(found[1].shape)]
+    if isinstance(cut, FlatRun) or not held:
         return cut
-    axes = []
-    for dim, per in cut.axes:
-        longest = max((chunk.sizes[dim] for chunk, _ in pieces), default=0)
-        is_cut = per == 0 and 0 < longest < entry.shape[dim]
-        if is_cut and not any(chunk.offsets[dim] % longest for chunk, piece in pieces if volume(piece.shape)):
-            values = {_bytes_of(checkpoint, entry, name, *found) for found in pieces if volume(found[1].shape)}
-            per = longest if len(values) > 1 or None in values else 0
-        axes.append((dim, per))
-    return Blocks(tuple(axes))
+    longest = [max(chunk.sizes[dim] for chunk, _ in held) for dim in range(len(entry.shape))]
+    pairs = cut.axes if isinstance(cut, Blocks) else ()
+    shared = [dim for dim, per in pairs if not per and longest[dim] < entry.shape[dim]]
+    if isinstance(cut, Blocks) and not shared:
+        return cut
+    values = {_bytes_of(checkpoint, entry, name, *found) for found in held}
+    if len(values) == 1 and None not in values:
+        return cut
+    if not isinstance(cut, Blocks) or any(chunk.sizes[dim] != longest[dim] for chunk, _ in held for dim in shared):
+        return None
+    return Blocks(tuple((dim, longest[dim] if dim in shared else per) for dim, per in cut.axes))
 
 
 def _bytes_of(
@@ -276,7 +293,7 @@ def flat_entries(checkpoint: Holder) -> dict[str, Entry]:
     for fqn, entry in checkpoint.entries.items():
         subclass = checkpoint.subclasses.get(fqn)
         if subclass and subclass.inner:
-            entries |= {inner.fqn: inner for inner in subclass.inner}
+            entries |= {inner.fqn: inner._replace(replicas=()) for inner in subclass.inner}
         else:
             entries[fqn] = entry
     return entries

@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import zipfile
+import zlib
 
 import pytest
 
@@ -226,6 +227,59 @@ def test_rows_of_scales_follow_any_cut(tmp_path):
     require_inner(written, found)
     before = dcptool.open(found.path).subclasses
     assert {f: one.piece for f, one in written.subclasses.items()} == {f: one.piece for f, one in before.items()}
+
+
+def test_one_scale_goes_to_all_and_scales_of_blocks_to_theirs(tmp_path):
+    pytest.importorskip("torch")
+    found = part("ao_scales_dcp_w1")
+    dcptool.reshard(found.path, tmp_path / "out", ReshardOptions(world_size=2, workers=1, check=True))
+    written = dcptool.open(tmp_path / "out")
+    require_inner(written, found)
+    one, blocks = written.subclasses["one_scale"], written.subclasses["blocks"]
+    assert [len(inner.chunks) + len(inner.replicas) for inner in (*one.inner, *blocks.inner)] == [2, 2, 2, 2]
+    assert one.piece.attributes["block_size"] == [32, 32]
+    assert blocks.piece.attributes["block_size"] == [128, 128]
+    dcptool.convert(tmp_path / "out", tmp_path / "back.pt", "torch", ConvertOptions(check=True))
+    before, after = dcptool.open(found.path).subclasses, dcptool.open(tmp_path / "back.pt").subclasses
+    assert {fqn: made.piece for fqn, made in after.items()} == {fqn: made.piece for fqn, made in before.items()}
+
+
+def test_pieces_with_scales_of_their_own_are_not_joined_where_that_cannot_be(tmp_path):
+    torch = pytest.importorskip("torch")
+    found = part("ao_scales_dcp_w1")
+    dcptool.reshard(found.path, tmp_path / "s", ReshardOptions(world_size=3, workers=1, keys=("one_scale",)))
+    checkpoint = dcptool.open(tmp_path / "s")
+    scale = checkpoint.subclasses["one_scale"].inner[1]
+    place = scale.replicas[0].item
+    record = checkpoint.source.payload(scale, scale.replicas[0], place).record
+    path = tmp_path / "s" / place.file
+    data = bytearray(path.read_bytes())
+    start, item = (
+        place.byte_offset + record.byte_offset,
+        bytes(data[place.byte_offset : place.byte_offset + place.nbytes]),
+    )
+    data[start : start + 4] = torch.tensor([7.0]).numpy().tobytes()
+    changed = zlib.crc32(data[start : start + 4])
+    data = bytes(data).replace(zlib.crc32(item[record.byte_offset : record.byte_offset + 4]).to_bytes(4, "little"),
+                               changed.to_bytes(4, "little"))  # fmt: skip
+    path.write_bytes(data)
+    (tmp_path / "s" / "_COMPLETE").unlink()
+    assert verdict(tmp_path / "s", Level.DEEP).state is State.COMPLETE
+    made = dcptool.open(tmp_path / "s").subclasses["one_scale"]
+    assert (made.inner, made.problem.endswith("each piece has another scale")) == ((), True)
+    dcptool.convert(tmp_path / "s", tmp_path / "same", "dcp")  # in its own boxes
+    assert (tmp_path / "same" / path.name).stat().st_size == len(data)
+    refused = (
+        ["convert", "--to", "torch"],
+        ["convert", "--to", "safetensors", "--flatten-subclasses"],
+        ["convert", "--to", "dcp", "--dequantize", "bfloat16"],
+        ["reshard", "--world-size", "2"],
+    )
+    for command in refused:
+        done = run(*command, tmp_path / "s", tmp_path / ("o.pt" if "torch" in command else "o"))
+        assert done.returncode == 3, done.stderr
+        assert "Traceback" not in done.stderr
+        assert "one_scale" in done.stderr or "nothing that --dequantize knows" in done.stderr
 
 
 def test_a_cut_through_a_block_is_refused(tmp_path):

@@ -14,7 +14,7 @@ from dcptool.checkpoint.recipes import BLOCK
 from dcptool.ops.convert.convert import ConvertOptions
 from tests.conftest import MADE_OF_TENSORS, part, run
 
-REAL = [found for found in MADE_OF_TENSORS if found.name.startswith("ao_weights")]
+REAL = [found for found in MADE_OF_TENSORS if found.name.startswith(("ao_weights", "ao_scales"))]
 TO_BF16 = ConvertOptions(dequantize="bfloat16", objects="skip", check=True)
 
 
