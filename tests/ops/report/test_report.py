@@ -202,7 +202,18 @@ def regular(n_tensors, n_ranks, jitter=0):
         shape = (4 * n_ranks, 1024)
         entries[fqn] = TensorEntry(fqn, "float32", shape, None, table.chunks_since(mark, 2))
     sizes = dict(zip(files, ends, strict=True))
-    return Checkpoint("/run/step_1", "", DCP, "torch DCP", (), entries, sizes, table, None, SimpleNamespace(unsafe={}))
+    return Checkpoint(
+        "/run/step_1",
+        "",
+        DCP,
+        "torch DCP",
+        (),
+        entries,
+        sizes,
+        table,
+        None,
+        SimpleNamespace(unsafe={}, stored=lambda *_: None),
+    )
 
 
 def page_of(checkpoint):

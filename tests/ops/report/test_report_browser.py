@@ -276,7 +276,18 @@ def test_packed_columns_and_dimensions_that_are_not_drawn(chromium, tmp_path):
     entries = {"w": TensorEntry("w", "float32", (4, 4, 4), None, table.chunks_since((0, 0), 3))}
     files = {"__0_0.distcp": 2**50}
     html = page_of(
-        Checkpoint("/run", "", DCP, "torch DCP", (), entries, files, table, None, SimpleNamespace(unsafe={}))
+        Checkpoint(
+            "/run",
+            "",
+            DCP,
+            "torch DCP",
+            (),
+            entries,
+            files,
+            table,
+            None,
+            SimpleNamespace(unsafe={}, stored=lambda *_: None),
+        )
     )
     (tmp_path / "r.html").write_text(html)
     page = Page(chromium, tmp_path / "r.html")
