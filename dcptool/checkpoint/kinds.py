@@ -82,6 +82,7 @@ KINDS = {
     # What is not there.
     "missing-file": _error("a file is not there", _MISSING, of_file=True),
     "short-file": _error("a file is shorter than its metadata, a marker or a manifest says", _MISSING, of_file=True),
+    "one-rank": _error("it is one rank's file: what other ranks hold of its tensors is elsewhere", _MISSING),
     "lfs-pointer": _error("a file is what Git LFS leaves in its place", _MISSING, of_file=True),
     "missing-part": _error("a part that was asked for, or that all other steps have, is not there", _MISSING),
     "missing-side-file": _error(
@@ -176,6 +177,9 @@ KINDS = {
     "partial-storage": _note("tensors are views of a part of their storage"),
     "padded-file": _note("bytes follow the end of a `.pt` file's zip; a warning where they are no zeros"),
     "strided-tensors": _note("tensors are not row-major in their storage"),
+    # Rank files.
+    "optimizer-not-read": _warning("the optimizer's state is flat pieces of no known parameter, as FSDP1's; not read"),
+    "optimizer-unnamed": _warning("which parameters the numbers of the optimizer's state are cannot be told"),
     # Of inspect: what names, layouts and values tell before somebody resumes or converts.
     "unreadable-objects": _error("objects of a file cannot be read; a note where their form is unsupported"),
     "wrapper-names": _note("names have parts of wrappers (DDP, FSDP1, torch.compile, …)"),

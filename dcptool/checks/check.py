@@ -129,7 +129,8 @@ def shown_by_metadata(
         *family_problems(checkpoint),
         *_unprovable(checkpoint),
     ]
-    if checkpoint.format.boxes_in_files and any(problem.kind == "missing-file" for problem in problems):
+    kinds = {problem.kind for problem in problems}
+    if "one-rank" in kinds or (checkpoint.format.boxes_in_files and kinds & {"missing-file", "bad-file"}):
         problems = [problem for problem in problems if problem.kind != "hole"]  # what the missing files held
     return problems
 

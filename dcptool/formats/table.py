@@ -11,6 +11,8 @@ from dcptool.formats.dcp import format as dcp
 from dcptool.formats.dcp.reader import open_dcp
 from dcptool.formats.manifests import is_manifest_name
 from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, SAVING
+from dcptool.formats.rank_files import format as rank_files
+from dcptool.formats.rank_files.reader import open_rank_files
 from dcptool.formats.safetensors import format as safetensors
 from dcptool.formats.safetensors.reader import open_safetensors
 from dcptool.formats.torch_save import format as torch_save
@@ -41,6 +43,7 @@ class KnownFormat(NamedTuple):
 
 FORMATS = (
     KnownFormat(dcp.DCP, open_dcp, dcp.kind_of, dcp.is_file),
+    KnownFormat(rank_files.RANK_FILES, open_rank_files, rank_files.kind_of, lambda name, start: False),
     KnownFormat(safetensors.SAFETENSORS, open_safetensors, safetensors.kind_of, safetensors.is_file, safetensors.place),
     KnownFormat(torch_save.TORCH_SAVE, open_torch_save, lambda files: None, torch_save.is_file),
 )

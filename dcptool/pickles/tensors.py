@@ -17,7 +17,7 @@ from dcptool.pickles.standins import Global, Node, PersistentId, qualified_name
 
 MAX_NDIM = 64
 
-_PARAMETERS = {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
+PARAMETERS = {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
 _TENSORS = {
     "torch._utils._rebuild_tensor": 4,
     "torch._utils._rebuild_tensor_v2": 6,
@@ -69,7 +69,7 @@ def tensor_view(node: Any) -> TensorView | None:
         if not isinstance(node, Node) or not node.called:
             return None
         name = qualified_name(node.function)
-        if name in _PARAMETERS and node.args:
+        if name in PARAMETERS and node.args:
             node = node.args[0]
         elif name == "torch._tensor._rebuild_from_type_v2" and len(node.args) == 4:
             function, _, arguments, _ = node.args  # a subclass of Tensor, or a tensor with attributes
@@ -109,7 +109,7 @@ def foreign_tensor(node: Any) -> str:
         if not isinstance(node, Node) or not node.called:
             return ""
         name = qualified_name(node.function)
-        if name in _PARAMETERS and node.args:
+        if name in PARAMETERS and node.args:
             node = node.args[0]
         elif name in _FORMS:
             return _FORMS[name]
@@ -156,7 +156,7 @@ def _rebuilt(name: str, args: tuple[Any, ...]) -> TensorView:
         flags = args[6] if len(args) > 6 else None
     itemsize = dtypes.lookup(dtype).itemsize
     untyped = getattr(storage_class, "name", "") == "UntypedStorage"
-    shape, strides = _ints(shape), _ints(strides)
+    shape, strides = ints_of(shape), ints_of(strides)
     if tag != "storage" or not isinstance(key, str) or not _is_count(length) or not _is_count(storage_offset):
         raise ItemError("its pickle describes its storage in an unknown way")
     if len(shape) != len(strides):
@@ -176,8 +176,12 @@ def _dtype(value: Any) -> str:
     return name.removeprefix("torch.")
 
 
-def _ints(value: Any) -> Ints:
-    """Read a shape or strides: a tuple, or a `torch.Size` of one."""
+def ints_of(value: Any) -> Ints:
+    """Read a shape, strides or offsets: a tuple, or a `torch.Size` of one.
+
+    Raises:
+        ItemError: it is none.
+    """
     if isinstance(value, Node) and qualified_name(value) == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
     if not isinstance(value, tuple | list) or len(value) > MAX_NDIM or not all(map(_is_count, value)):

@@ -13,10 +13,11 @@ from dcptool.checkpoint.extents import Chunk, Ints
 from dcptool.checkpoint.findings import Finding, foreign_tensors
 from dcptool.checkpoint.format import USUAL, Format, Variant
 from dcptool.checkpoint.kinds import Severity
-from dcptool.errors import DcptoolError
+from dcptool.errors import DcptoolError, UnsupportedError
 from dcptool.formats.torch_save.files import TorchFile
 from dcptool.formats.torch_save.flatten import Path
 from dcptool.formats.torch_save.source import TorchSaveSource
+from dcptool.pickles.sharded import Sharded, sharded_tensor
 from dcptool.pickles.tensors import TensorView, foreign_tensor, tensor_view
 from dcptool.storage import Storage
 
@@ -44,6 +45,7 @@ class Builder:
 
     Attributes:
         problems: what is wrong, the files' own problems first; to be added to.
+        parts: of tensors that `add_value` found to be one rank's part of a larger one, by fqn.
     """
 
     def __init__(self, storage: Storage, files: Iterable[TorchFile]) -> None:
@@ -53,6 +55,7 @@ class Builder:
         self._table = ChunkTable()
         self._entries: dict[str, Entry] = {}
         self._again: dict[str, int] = {}
+        self.parts: dict[str, Sharded] = {}
         self.problems: list[Finding] = [problem for file in self._files.values() for problem in file.problems]
 
     def views(self) -> dict[str, TensorView]:
@@ -60,18 +63,25 @@ class Builder:
         return {fqn: view for (fqn, _, _), view in self._source.views.items()}
 
     def add_value(self, fqn: str, path: Path, value: Any, file: TorchFile) -> None:
-        """Add what a file's pickle holds at a path: a tensor that is whole in that file, or an object."""
-        fqn = self._free(fqn, file.name)
-        view = None
+        """Add what a file's pickle holds at a path: a tensor, one rank's part of one, or an object."""
+        fqn = self.free(fqn, file.name)
+        view, part, foreign = None, None, ""
         try:
             view = tensor_view(value)
+            part = sharded_tensor(value) if view is None else None
+        except UnsupportedError as error:
+            foreign = str(error)
         except DcptoolError as error:
             self.problems.append(Finding.of("bad-tensor", f"{fqn!r}: {error}; shown as object", file.name, fqn))
-        if view is None:
-            self._source.values[fqn] = value
-            self._entries[fqn] = ObjectEntry(fqn, path, file.item, foreign_tensor(value))
-        else:
+        if part is not None:
+            self.parts[fqn] = part
+            pieces = [Piece(file.name, offsets, view) for offsets, view in part.pieces]
+            self.add_tensor(fqn, path, part.dtype, part.shape, pieces)
+        elif view is not None:
             self.add_tensor(fqn, path, view.dtype, view.shape, [Piece(file.name, (0,) * len(view.shape), view)])
+        else:
+            self._source.values[fqn] = value
+            self._entries[fqn] = ObjectEntry(fqn, path, file.item, foreign or foreign_tensor(value))
 
     def add_tensor(self, fqn: str, path: Path | None, dtype: str, shape: Ints, pieces: Sequence[Piece]) -> None:
         """Add a tensor in pieces; of a box that is there more than once, the first is a chunk, the others are copies.
@@ -121,7 +131,7 @@ class Builder:
             self._source, tuple(problems), extra or {}, variant=variant,
         )  # fmt: skip
 
-    def _free(self, fqn: str, file: str) -> str:
+    def free(self, fqn: str, file: str) -> str:
         """Return a name that no entry has: the one wanted, else with a number, of which it is said."""
         if fqn not in self._entries:
             return fqn

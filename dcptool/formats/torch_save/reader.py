@@ -13,6 +13,7 @@ from dcptool.formats.torch_save.build import Builder
 from dcptool.formats.torch_save.files import load_file
 from dcptool.formats.torch_save.flatten import leaves
 from dcptool.formats.torch_save.format import TORCH_SAVE
+from dcptool.formats.torch_save.one_rank import of_one_rank
 from dcptool.pickles.tensors import TensorView
 from dcptool.storage import Storage, join
 from dcptool.words import are
@@ -36,18 +37,19 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
     """
     file = load_file(storage, name, files[name])
     builder = Builder(storage, [file])
-    # A value takes two bytes at the least; more of them means shared dicts that multiply.
-    limit = 1000 + file.pickle_nbytes
     try:
-        for count, (path, value) in enumerate(leaves(file.root)):
-            if count > limit:
-                raise MetadataError(f"it stands for more than {limit:,} entries")
+        for path, value in leaves(file.root, file.pickle_nbytes):
             builder.add_value(".".join(map(str, path)) or ROOT_NAME, path, value, file)
     except MetadataError as error:
         raise MetadataError(f"{join(storage.root, name)}: {error}") from error
     builder.problems += _storage_notes(builder.views(), name)
-    evidence = ("a torch.save zip",)
-    return builder.checkpoint(name, TORCH_SAVE, "torch.save", evidence, {name: files[name]})
+    flavour, evidence = "torch.save", ["a torch.save zip"]
+    if builder.parts:
+        alone = of_one_rank(builder.parts, name, storage.root)
+        flavour = f"torch.save, {alone.whose}" if alone.whose else flavour
+        evidence.append(alone.evidence)
+        builder.problems += alone.problems
+    return builder.checkpoint(name, TORCH_SAVE, flavour, tuple(evidence), {name: files[name]})
 
 
 def _storage_notes(views: Mapping[str, TensorView], file: str) -> list[Finding]:

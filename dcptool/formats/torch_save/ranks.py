@@ -1,0 +1,123 @@
+"""What several ranks' files hold under one name, as one entry: pieces put together, copies as copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dcptool.checkpoint.findings import Finding, cannot_be_read, unsafe_pickle
+from dcptool.checkpoint.kinds import Severity
+from dcptool.errors import DcptoolError, MetadataError, RunsCodeError, StorageError, UnsupportedError
+from dcptool.formats.torch_save.build import Builder, Piece
+from dcptool.formats.torch_save.files import TorchFile, load_file
+from dcptool.formats.torch_save.flatten import Path, leaves
+from dcptool.pickles.emit import emit
+from dcptool.pickles.sharded import sharded_tensor
+from dcptool.pickles.tensors import tensor_view
+from dcptool.storage import Storage, join
+from dcptool.words import listed
+
+_COPY_AGAIN = "Copy this file here again, or resume from another step."
+_GATHER = "Gather the files of all ranks here, or resume from another step."
+_MAX_NAMED = 5
+
+
+class RankValue(NamedTuple):
+    """What one rank's file holds under a name."""
+
+    file: TorchFile
+    value: Any
+
+
+def load_files(
+    storage: Storage, sizes: Mapping[str, int], names: Iterable[str]
+) -> tuple[dict[str, TorchFile], list[Finding]]:
+    """Load files of several ranks.
+
+    Args:
+        storage: the folder.
+        sizes: bytes of the files that are there, by name.
+        names: of those that are wanted.
+
+    Returns:
+        Those that could be loaded, by name, and what is wrong with the others.
+    """
+    loaded: dict[str, TorchFile] = {}
+    problems: list[Finding] = []
+    missing = [name for name in names if name not in sizes]
+    for name in filter(sizes.__contains__, names):
+        try:
+            loaded[name] = load_file(storage, name, sizes[name])
+        except StorageError as error:
+            problems.append(cannot_be_read(error, name))
+        except RunsCodeError as error:
+            problems += unsafe_pickle(error.names, name, name)
+        except (MetadataError, UnsupportedError) as error:
+            message = error.message.removeprefix(f"{join(storage.root, name)}: ")
+            problems.append(Finding.of("bad-file", f"{name}: {message}", name, next_step=_COPY_AGAIN))
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        message = f"{listed(missing, _MAX_NAMED, counted=False)} {are} missing: the tensors of that rank are in no other"
+        problems.append(Finding.of("missing-file", message, missing[0], next_step=_GATHER))
+    return loaded, problems
+
+
+def by_path(files: Iterable[TorchFile]) -> tuple[dict[Path, list[RankValue]], list[Finding]]:
+    """Return what files hold, by nested path, in the order of the first; and which of them make no sense."""
+    found: dict[Path, list[RankValue]] = {}
+    problems = []
+    for file in files:
+        try:
+            for path, value in leaves(file.root, file.pickle_nbytes):
+                found.setdefault(path, []).append(RankValue(file, value))
+        except MetadataError as error:
+            problems.append(Finding.of("bad-file", f"{file.name}: {error}", file.name, next_step=_COPY_AGAIN))
+    return found, problems
+
+
+def add_joined(builder: Builder, fqn: str, path: Path, found: Sequence[RankValue]) -> None:
+    """Add one entry of what ranks hold under one name: a tensor whose parts they have, or copies of one, or an object.
+
+    Where they disagree on what it is, the first counts, and it is said.
+    """
+    try:
+        parts = [_part_of(one) for one in found]
+    except DcptoolError:
+        parts = [None]
+    tensors = [part for part in parts if part is not None]
+    if not tensors or None in parts:
+        builder.add_value(fqn, path, found[0].value, found[0].file)
+        _compare(builder, fqn, found, of_tensors=bool(tensors))
+        return
+    dtype, shape, _ = tensors[0]
+    pieces = []
+    for one, (other_dtype, other_shape, held) in zip(found, tensors, strict=True):
+        if (other_dtype, other_shape) == (dtype, shape):
+            pieces += held
+            continue
+        message = f"{fqn!r} is {dtype} {list(shape)} in {found[0].file.name} and {other_dtype} {list(other_shape)} in {one.file.name}"
+        builder.problems.append(Finding.of("ranks-disagree", message, one.file.name, fqn))
+    builder.add_tensor(builder.free(fqn, found[0].file.name), path, dtype, shape, pieces)
+
+
+def _part_of(one: RankValue) -> tuple[str, tuple[int, ...], list[Piece]] | None:
+    """Return dtype and shape of a tensor and the pieces of it that a rank has; None for an object."""
+    view = tensor_view(one.value)
+    if view is not None:
+        return view.dtype, view.shape, [Piece(one.file.name, (0,) * len(view.shape), view)]
+    part = sharded_tensor(one.value)
+    if part is None:
+        return None
+    return part.dtype, part.shape, [Piece(one.file.name, offsets, view) for offsets, view in part.pieces]
+
+
+def _compare(builder: Builder, fqn: str, found: Sequence[RankValue], of_tensors: bool) -> None:
+    """Say that objects of ranks are not equal; which of them is meant, nothing tells."""
+    pickled = [emit(one.value, 4) for one in found]
+    differing = next((one for one, data in zip(found, pickled, strict=True) if data != pickled[0]), None)
+    if differing is None:
+        return
+    message = f"{fqn!r} is not the same in {found[0].file.name} and {differing.file.name}; the first is shown"
+    severity = Severity.ERROR if of_tensors else Severity.WARNING
+    kind = "ranks-disagree" if of_tensors else "replicas-differ"
+    builder.problems.append(Finding.of(kind, message, differing.file.name, fqn, severity=severity))
