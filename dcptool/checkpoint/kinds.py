@@ -178,7 +178,7 @@ KINDS = {
     "padded-file": _note("bytes follow the end of a `.pt` file's zip; a warning where they are no zeros"),
     "strided-tensors": _note("tensors are not row-major in their storage"),
     # Rank files.
-    "optimizer-not-read": _warning("the optimizer's state is flat pieces of no known parameter, as FSDP1's; not read"),
+    "optimizer-not-read": _warning("the optimizer's state is flat pieces of no known parameter, as FSDP1's"),
     "optimizer-unnamed": _warning("which parameters the numbers of the optimizer's state are cannot be told"),
     # Of inspect: what names, layouts and values tell before somebody resumes or converts.
     "unreadable-objects": _error("objects of a file cannot be read; a note where their form is unsupported"),

@@ -15,6 +15,8 @@ from dcptool.formats.rank_files import format as rank_files
 from dcptool.formats.rank_files.reader import open_rank_files
 from dcptool.formats.safetensors import format as safetensors
 from dcptool.formats.safetensors.reader import open_safetensors
+from dcptool.formats.torch_checkpointing import format as torch_checkpointing
+from dcptool.formats.torch_checkpointing.reader import open_torch_checkpointing
 from dcptool.formats.torch_save import format as torch_save
 from dcptool.formats.torch_save.reader import open_torch_save
 from dcptool.storage import Storage, base_name, is_temporary
@@ -44,6 +46,12 @@ class KnownFormat(NamedTuple):
 FORMATS = (
     KnownFormat(dcp.DCP, open_dcp, dcp.kind_of, dcp.is_file),
     KnownFormat(rank_files.RANK_FILES, open_rank_files, rank_files.kind_of, lambda name, start: False),
+    KnownFormat(
+        torch_checkpointing.TORCH_CHECKPOINTING,
+        open_torch_checkpointing,
+        torch_checkpointing.kind_of,
+        lambda name, start: False,
+    ),
     KnownFormat(safetensors.SAFETENSORS, open_safetensors, safetensors.kind_of, safetensors.is_file, safetensors.place),
     KnownFormat(torch_save.TORCH_SAVE, open_torch_save, lambda files: None, torch_save.is_file),
 )

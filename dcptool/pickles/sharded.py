@@ -1,4 +1,4 @@
-"""What a loaded pickle says of tensors that are cut over ranks: the boxes of the one whose file it is. Reads no payload.
+"""What a loaded pickle says of tensors that are cut over ranks: the boxes of the rank whose it is; reads no payload.
 
 Source: torch 2.13, distributed/tensor/_utils.py (`_compute_local_shape_and_global_offset`), placement_types.py,
 device_mesh.py and distributed/_shard/sharded_tensor/api.py (`__getstate__`).
@@ -20,7 +20,11 @@ from dcptool.pickles.tensors import PARAMETERS, TensorView, ints_of, tensor_view
 
 MAX_RUNS = 1 << 16
 """Runs of rows that one rank holds of a tensor, and sizes of a mesh: more are a lie."""
-_DTENSORS = {"torch.distributed.tensor.DTensor", "torch.distributed._tensor.DTensor", "torch.distributed._tensor.api.DTensor"}
+_DTENSORS = {
+    "torch.distributed.tensor.DTensor",
+    "torch.distributed._tensor.DTensor",
+    "torch.distributed._tensor.api.DTensor",
+}
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _MAX_WRAPPERS = 8
 Run = tuple[int, int]
@@ -120,7 +124,7 @@ def _of_dtensor(shape: Ints, state: Any) -> Sharded | None:
 
 
 class _Cut(NamedTuple):
-    """One mesh dimension that cuts a dimension of a tensor; `split` is the factor of a strided cut, 1 of a plain one."""
+    """One mesh dimension that cuts a dimension of a tensor; `split` is a strided cut's factor, 1 of a plain one."""
 
     mesh_dim: int
     part: int
@@ -280,7 +284,9 @@ def _of_shards(shape: Ints, dtype: Any, state: Any) -> Sharded | None:
         if view is None:
             return None
         if view.shape != sizes or view.dtype != name or not _is_inside(offsets, sizes, shape):
-            raise ItemError(f"a shard of shape {list(view.shape)} is said to be {list(sizes)} at {list(offsets)} of {list(shape)}")
+            raise ItemError(
+                f"a shard of shape {list(view.shape)} is said to be {list(sizes)} at {list(offsets)} of {list(shape)}"
+            )
         pieces.append((offsets, view))
     if name not in dtypes.BY_NAME:
         raise ItemError(f"its pickle gives {name} as dtype")

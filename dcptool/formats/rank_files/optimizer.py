@@ -52,7 +52,12 @@ def _by_shape(
     if any(number not in shapes for group in groups for number in group):
         return None
     wanted = Counter(shapes[number] for group in groups for number in group)
-    if any(shapes[number] in {shapes[other] for other in after} for at, group in enumerate(groups) for after in groups[at + 1:] for number in group):
+    if any(
+        shapes[number] in {shapes[other] for other in after}
+        for at, group in enumerate(groups)
+        for after in groups[at + 1 :]
+        for number in group
+    ):
         return None
     there = Counter(parameter.shape for parameter in parameters)
     if any(there[shape] != count for shape, count in wanted.items()):

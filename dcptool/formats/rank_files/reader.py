@@ -62,6 +62,11 @@ def _kind(file: TorchFile) -> str:
     return known.kind if known else ""
 
 
+def _rank_word(file: TorchFile) -> str:
+    known = named(file.name)
+    return f"rank{known.rank if known else 0}"
+
+
 def _expected(kinds: Iterable[str], world_size: int) -> list[str]:
     return [RankFile(kind, world_size, rank).name for kind in kinds for rank in range(world_size)]
 
@@ -112,6 +117,9 @@ def _add_optimizer(builder: Builder, files: Sequence[TorchFile], parameters: Seq
     names = names_of(parameters, numbers, shapes)
     if is_flat and (names is None or any(by_fqn[names[number]].shape != shapes.get(number) for number in is_flat)):
         builder.problems.append(_unread(files))
+        for file in files:
+            rank = _rank_word(file)
+            builder.add_value(f"{OPTIM}.{rank}", (OPTIM, rank), file.root, file)
         return
     if names is None:
         names = {number: str(number) for group in numbers for number in group}
@@ -144,9 +152,11 @@ def _shapes(state: Mapping[tuple[int, str], Sequence[RankValue]]) -> tuple[dict[
 
 
 def _unread(files: Sequence[TorchFile]) -> Finding:
-    message = f"the optimizer in {plural(len(files), 'file')} such as {files[0].name} is not read: its state is flat pieces "
-    message += "without names, as FSDP1 keeps it; which parameter they are of is written nowhere"
-    step = "The model is read. Load the optimizer in a job of FSDP1 as it was saved, and save it with dcp.save."
+    message = (
+        f"the optimizer in {plural(len(files), 'file')} such as {files[0].name} is not looked into: its state is flat "
+    )
+    message += "pieces without names, as FSDP1 keeps it; which parameter they are of is written nowhere"
+    step = "The model is read, each rank's optimizer is one object. Load the optimizer in a job of FSDP1 as it was saved, and save it with dcp.save."
     return Finding.of("optimizer-not-read", message, files[0].name, next_step=step)
 
 
@@ -158,8 +168,7 @@ def _unnamed(files: Sequence[TorchFile]) -> Finding:
 
 def _add_extra(builder: Builder, file: TorchFile) -> None:
     """Add what a rank has of its own, under names that say the rank."""
-    known = named(file.name)
-    rank = f"rank{known.rank if known else 0}"
+    rank = _rank_word(file)
     try:
         for path, value in leaves(file.root, file.pickle_nbytes):
             builder.add_value(".".join(map(str, (EXTRA, rank, *path))), (EXTRA, rank, *path), value, file)

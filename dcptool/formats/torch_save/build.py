@@ -45,6 +45,7 @@ class Builder:
 
     Attributes:
         problems: what is wrong, the files' own problems first; to be added to.
+        entries: that were added, by fqn.
         parts: of tensors that `add_value` found to be one rank's part of a larger one, by fqn.
     """
 
@@ -53,7 +54,7 @@ class Builder:
         self._files = {file.name: file for file in files}
         self._source = TorchSaveSource(storage, {file.name: file.archive for file in self._files.values()})
         self._table = ChunkTable()
-        self._entries: dict[str, Entry] = {}
+        self.entries: dict[str, Entry] = {}
         self._again: dict[str, int] = {}
         self.parts: dict[str, Sharded] = {}
         self.problems: list[Finding] = [problem for file in self._files.values() for problem in file.problems]
@@ -62,8 +63,15 @@ class Builder:
         """Return the views of all tensors so far, by fqn: of one that is in several pieces the last."""
         return {fqn: view for (fqn, _, _), view in self._source.views.items()}
 
-    def add_value(self, fqn: str, path: Path, value: Any, file: TorchFile) -> None:
-        """Add what a file's pickle holds at a path: a tensor, one rank's part of one, or an object."""
+    def add_value(self, fqn: str, path: Path, value: Any, file: TorchFile, copies: Sequence[TorchFile] = ()) -> None:
+        """Add what a file's pickle holds at a path: a tensor, one rank's part of one, or an object.
+
+        Args:
+            fqn, path: of the entry.
+            value: at that path.
+            file: that holds it.
+            copies: files that hold all the same, if it is an object.
+        """
         fqn = self.free(fqn, file.name)
         view, part, foreign = None, None, ""
         try:
@@ -81,7 +89,8 @@ class Builder:
             self.add_tensor(fqn, path, view.dtype, view.shape, [Piece(file.name, (0,) * len(view.shape), view)])
         else:
             self._source.values[fqn] = value
-            self._entries[fqn] = ObjectEntry(fqn, path, file.item, foreign or foreign_tensor(value))
+            replicas = tuple(copy.item for copy in copies)
+            self.entries[fqn] = ObjectEntry(fqn, path, file.item, foreign or foreign_tensor(value), replicas)
 
     def add_tensor(self, fqn: str, path: Path | None, dtype: str, shape: Ints, pieces: Sequence[Piece]) -> None:
         """Add a tensor in pieces; of a box that is there more than once, the first is a chunk, the others are copies.
@@ -105,7 +114,7 @@ class Builder:
             placed.add(box)
             self._table.add(*box, item)
         chunks = self._table.chunks_since(mark, len(shape))
-        self._entries[fqn] = TensorEntry(fqn, dtype, shape, path, chunks, tuple(replicas))
+        self.entries[fqn] = TensorEntry(fqn, dtype, shape, path, chunks, tuple(replicas))
 
     def checkpoint(
         self,
@@ -119,7 +128,7 @@ class Builder:
     ) -> Checkpoint:
         """Return the checkpoint of all that was added; arguments as its attributes."""
         foreign: dict[str, dict[str, str]] = {}
-        for fqn, entry in self._entries.items():
+        for fqn, entry in self.entries.items():
             if isinstance(entry, ObjectEntry) and entry.foreign and entry.item:
                 foreign.setdefault(entry.item.file, {})[fqn] = entry.foreign
         problems = [
@@ -127,16 +136,16 @@ class Builder:
             *(found for file, kinds in foreign.items() for found in foreign_tensors(kinds, file)),
         ]
         return Checkpoint(
-            self._storage.root, name, format, flavour, evidence, self._entries, files, self._table, self._storage,
+            self._storage.root, name, format, flavour, evidence, self.entries, files, self._table, self._storage,
             self._source, tuple(problems), extra or {}, variant=variant,
         )  # fmt: skip
 
     def free(self, fqn: str, file: str) -> str:
         """Return a name that no entry has: the one wanted, else with a number, of which it is said."""
-        if fqn not in self._entries:
+        if fqn not in self.entries:
             return fqn
         message = f"{fqn!r} is the name of several entries once keys are text; this one has a number added"
-        fqn = _numbered(fqn, self._entries, self._again)
+        fqn = _numbered(fqn, self.entries, self._again)
         self.problems.append(Finding.of("duplicate-name", message, file, fqn, severity=Severity.WARNING))
         return fqn
 

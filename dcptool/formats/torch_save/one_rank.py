@@ -13,6 +13,7 @@ from dcptool.pickles.sharded import Sharded
 from dcptool.words import plural
 
 _NAMED = re.compile(r".*world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
+_GATHER = "Gather the files of all ranks; or save whole tensors (full_tensor(), FULL_STATE_DICT on all ranks), or with dcp.save."
 
 
 class OneRank(NamedTuple):
@@ -50,11 +51,11 @@ def of_one_rank(parts: Mapping[str, Sharded], name: str, folder: str) -> OneRank
     partial = next((fqn for fqn, part in parts.items() if _holds(part) < volume(part.shape)), None)
     if partial is None:
         return OneRank("", evidence, ())
-    message = f"{whose or 'one rank'} alone: it holds {share_of(held, total)} of {plural(len(parts), 'tensor')}, such as "
-    message += f"{partial!r}; the rest is in other ranks' files"
-    step = f"Name the folder with the files of all ranks: {folder}" if named else (
-        "Gather the files of all ranks; or save whole tensors (full_tensor(), FULL_STATE_DICT on all ranks), or with dcp.save."
+    message = (
+        f"{whose or 'one rank'} alone: it holds {share_of(held, total)} of {plural(len(parts), 'tensor')}, such as "
     )
+    message += f"{partial!r}; the rest is in other ranks' files"
+    step = f"Name the folder with the files of all ranks: {folder}" if named else _GATHER
     return OneRank(whose, evidence, (Finding.of("one-rank", message, name, partial, next_step=step),))
 
 

@@ -57,7 +57,9 @@ def load_files(
             problems.append(Finding.of("bad-file", f"{name}: {message}", name, next_step=_COPY_AGAIN))
     if missing:
         are = "is" if len(missing) == 1 else "are"
-        message = f"{listed(missing, _MAX_NAMED, counted=False)} {are} missing: the tensors of that rank are in no other"
+        message = (
+            f"{listed(missing, _MAX_NAMED, counted=False)} {are} missing: the tensors of that rank are in no other"
+        )
         problems.append(Finding.of("missing-file", message, missing[0], next_step=_GATHER))
     return loaded, problems
 
@@ -75,10 +77,16 @@ def by_path(files: Iterable[TorchFile]) -> tuple[dict[Path, list[RankValue]], li
     return found, problems
 
 
-def add_joined(builder: Builder, fqn: str, path: Path, found: Sequence[RankValue]) -> None:
+def add_joined(builder: Builder, fqn: str, path: Path, found: Sequence[RankValue], *, alike: bool = False) -> None:
     """Add one entry of what ranks hold under one name: a tensor whose parts they have, or copies of one, or an object.
 
     Where they disagree on what it is, the first counts, and it is said.
+
+    Args:
+        builder: to add to.
+        fqn, path: of the entry.
+        found: what each rank has.
+        alike: whether their files are known to hold all the same.
     """
     try:
         parts = [_part_of(one) for one in found]
@@ -86,7 +94,7 @@ def add_joined(builder: Builder, fqn: str, path: Path, found: Sequence[RankValue
         parts = [None]
     tensors = [part for part in parts if part is not None]
     if not tensors or None in parts:
-        builder.add_value(fqn, path, found[0].value, found[0].file)
+        builder.add_value(fqn, path, *found[0][::-1], [one.file for one in found[1:]] if alike else ())
         _compare(builder, fqn, found, of_tensors=bool(tensors))
         return
     dtype, shape, _ = tensors[0]
@@ -95,7 +103,8 @@ def add_joined(builder: Builder, fqn: str, path: Path, found: Sequence[RankValue
         if (other_dtype, other_shape) == (dtype, shape):
             pieces += held
             continue
-        message = f"{fqn!r} is {dtype} {list(shape)} in {found[0].file.name} and {other_dtype} {list(other_shape)} in {one.file.name}"
+        message = f"{fqn!r} is {dtype} {list(shape)} in {found[0].file.name}, "
+        message += f"and {other_dtype} {list(other_shape)} in {one.file.name}"
         builder.problems.append(Finding.of("ranks-disagree", message, one.file.name, fqn))
     builder.add_tensor(builder.free(fqn, found[0].file.name), path, dtype, shape, pieces)
 
