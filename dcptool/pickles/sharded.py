@@ -128,7 +128,7 @@ class _Cut(NamedTuple):
 
     mesh_dim: int
     part: int
-    count: int
+    n_parts: int
     split: int
 
 
@@ -192,7 +192,7 @@ def _kept(runs: list[Run], cut: _Cut) -> list[Run]:
     kept: list[Run] = []
     for index in range(min(cut.split, max(total, 1))):
         first, length = chunk_of(total, cut.split, index)
-        start, count = chunk_of(length, cut.count, cut.part)
+        start, count = chunk_of(length, cut.n_parts, cut.part)
         kept += _slice(runs, first + start, count)
     merged: list[Run] = []
     for start, length in kept:
@@ -292,8 +292,9 @@ def _of_shards(shape: Ints, dtype: Any, state: Any) -> Sharded | None:
         raise ItemError(f"its pickle gives {name} as dtype")
     group = _attributes(state[2])
     rank, count = group.get("global_rank"), group.get("global_world_size")
-    known = type(rank) is int and type(count) is int and 0 <= rank < count
-    return Sharded(name, shape, tuple(pieces), rank if known else None, count if known else 1)
+    if type(rank) is not int or type(count) is not int or not 0 <= rank < count:
+        rank, count = None, 1
+    return Sharded(name, shape, tuple(pieces), rank, count)
 
 
 def _is_inside(offsets: Ints, sizes: Ints, shape: Ints) -> bool:

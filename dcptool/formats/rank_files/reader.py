@@ -152,11 +152,10 @@ def _shapes(state: Mapping[tuple[int, str], Sequence[RankValue]]) -> tuple[dict[
 
 
 def _unread(files: Sequence[TorchFile]) -> Finding:
-    message = (
-        f"the optimizer in {plural(len(files), 'file')} such as {files[0].name} is not looked into: its state is flat "
-    )
-    message += "pieces without names, as FSDP1 keeps it; which parameter they are of is written nowhere"
-    step = "The model is read, each rank's optimizer is one object. Load the optimizer in a job of FSDP1 as it was saved, and save it with dcp.save."
+    message = f"the optimizer in {plural(len(files), 'file')} such as {files[0].name} is not looked into: its state is "
+    message += "flat pieces without names, as FSDP1 keeps it; which parameter they are of is written nowhere"
+    step = "The model is read, each rank's optimizer is one object. To have its tensors, load it in a job of FSDP1 on "
+    step += "as many ranks, and save it with dcp.save."
     return Finding.of("optimizer-not-read", message, files[0].name, next_step=step)
 
 

@@ -13,7 +13,7 @@ from dcptool.pickles.sharded import Sharded
 from dcptool.words import plural
 
 _NAMED = re.compile(r".*world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
-_GATHER = "Gather the files of all ranks; or save whole tensors (full_tensor(), FULL_STATE_DICT on all ranks), or with dcp.save."
+_GATHER = "Gather the files of all ranks; or save whole tensors (full_tensor(), FULL_STATE_DICT), or with dcp.save."
 
 
 class OneRank(NamedTuple):

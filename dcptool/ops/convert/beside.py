@@ -8,6 +8,7 @@ from dcptool.ops.following import (
     NOTHING,
     Following,
     FoundStep,
+    describes_itself,
     describing,
     follow,
     left_notes,
@@ -48,6 +49,9 @@ def files_beside(
         return Following(notes=(*left_notes(own, [""]), *left))
     if to == "dcp" and checkpoint.format is DCP:
         found = follow(own, [""], None)
+        found = found._replace(notes=(*found.notes, *left))
+    elif around and describes_itself(own):
+        found = describing(own, [""])
         found = found._replace(notes=(*found.notes, *left))
     else:
         found = describing(around[0], [around[1]], around[1]) if around else describing(own, [""])
