@@ -220,9 +220,9 @@ def _pieces(view: TensorView, shape: Ints, runs: Sequence[Sequence[Run]]) -> tup
     """Return the boxes that runs along each dimension make, each as a view of the local tensor's storage."""
     if prod(map(len, runs)) > MAX_RUNS:
         raise UnsupportedError(f"a DTensor of which one rank holds more than {MAX_RUNS:,} boxes")
-    if 0 in view.shape:  # as torch gives it: an empty box lies at the end
-        ends = (size if not found else 0 for size, found in zip(shape, runs, strict=True))
-        return ((tuple(ends), view),)
+    if 0 in view.shape:  # as torch gives it: what is cut to nothing lies at the end
+        starts = (found[0][0] if found else size for size, found in zip(shape, runs, strict=True))
+        return ((tuple(starts), view),)
     placed = [_placed(found) for found in runs]
     pieces = []
     for box in itertools.product(*placed):
