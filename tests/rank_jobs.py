@@ -23,9 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 SHAPES = ((35, 12), (4,), (1, 3), (7, 5, 2), (2, 0))
 PLACEMENTS = [
-    (first, second)
-    for first in (Replicate(), Shard(0), Shard(-1))
-    for second in (Replicate(), Shard(0), Shard(1))
+    (first, second) for first in (Replicate(), Shard(0), Shard(-1)) for second in (Replicate(), Shard(0), Shard(1))
 ]
 
 
@@ -65,7 +63,9 @@ def save_verl(folder: Path, rank: int, world: int, model: Any, optimizer: Any) -
     tail = f"world_size_{world}_rank_{rank}.pt"
     torch.save(model.state_dict(), folder / f"model_{tail}")
     torch.save(optimizer.state_dict(), folder / f"optim_{tail}")
-    torch.save({"lr_scheduler": {"last_epoch": 3}, "rng": {"cpu": torch.get_rng_state()}}, folder / f"extra_state_{tail}")
+    torch.save(
+        {"lr_scheduler": {"last_epoch": 3}, "rng": {"cpu": torch.get_rng_state()}}, folder / f"extra_state_{tail}"
+    )
 
 
 def whole(value: Any) -> Any:
@@ -95,7 +95,10 @@ def save_partial(rank: int, folder: Path) -> None:
     """Save a tensor of which each rank has a summand, and one that is none."""
     mesh = init_device_mesh("cpu", (2,))
     summand = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
-    torch.save({"sum": summand, "w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}, folder / f"model_world_size_2_rank_{rank}.pt")
+    torch.save(
+        {"sum": summand, "w": distribute_tensor(torch.ones(4), mesh, [Shard(0)])},
+        folder / f"model_world_size_2_rank_{rank}.pt",
+    )
 
 
 def train_and_save(rank: int, folder: Path, kind: str, rows: int = 35) -> dict[str, Any]:

@@ -114,8 +114,10 @@ def _chunks_differ(checkpoint: Checkpoint, entry: TensorEntry, first: Chunk, oth
     try:
         payloads = [checkpoint.payload(entry, chunk) for chunk in (first, other)]
         sums = {(*payload[1:], payload.record.nbytes, payload.record.crc32) for payload in payloads}
-        if all(payload.record.crc32 is not None for payload in payloads):
-            return len(sums) > 1
+        if len(sums) == 1 and payloads[0].record.crc32 is not None:
+            return False
+        if all(payload.record.crc32 is not None and checkpoint.format.items_apart for payload in payloads):
+            return True  # else values may be equal that are parts of storages which are not
         return not equal(checkpoint, entry, first, other, (first.offsets, first.sizes))
     except DcptoolError:
         return False

@@ -30,7 +30,10 @@ def names_of(
         groups: numbers of the parameters of each of the optimizer's groups.
         shapes: of parameters by number, where their state tells.
     """
-    once = list({parameter.place: parameter for parameter in reversed(parameters)}.values())[::-1]
+    by_place: dict[object, Parameter] = {}
+    for parameter in parameters:
+        by_place.setdefault(parameter.place, parameter)
+    once = list(by_place.values())
     numbers = [number for group in groups for number in group]
     if len(set(numbers)) < len(numbers):
         return None

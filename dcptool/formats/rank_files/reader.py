@@ -84,17 +84,18 @@ def _parameters(model: Mapping[Path, Sequence[RankValue]]) -> list[Parameter]:
     """Return the tensors of a model that may be parameters: those that are cut over ranks, if any is."""
     cut, whole = [], []
     for path, values in model.items():
-        fqn, first = ".".join(map(str, path)), values[0]
+        fqn = ".".join(map(str, path))
         try:
-            view, part = tensor_view(first.value), sharded_tensor(first.value)
+            view = tensor_view(values[0].value)
+            parts = [sharded_tensor(one.value) for one in values] if view is None else []
         except DcptoolError:
             continue
-        if part is not None:
-            views = tuple(piece for _, piece in part.pieces)
-            empty = not any(map(_holds_values, views))
-            cut.append(Parameter(fqn, part.shape, fqn if empty else views))
-        elif view is not None:
-            whole.append(Parameter(fqn, view.shape, view if _holds_values(view) else fqn))
+        if view is not None:
+            whole.append(Parameter(fqn, view.shape, (values[0].file.name, view) if _holds_values(view) else fqn))
+        elif (first := parts[0]) is not None:
+            held = [(one.file.name, part.pieces) for one, part in zip(values, parts, strict=True) if part]
+            places = [(name, views) for name, views in held if any(_holds_values(view) for _, view in views)]
+            cut.append(Parameter(fqn, first.shape, places[0] if places else fqn))
     return cut or whole
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from dcptool.checkpoint.extents import Ints
 from dcptool.checkpoint.findings import Finding, cannot_be_read, unsafe_pickle
-from dcptool.checkpoint.kinds import Severity
 from dcptool.errors import DcptoolError, MetadataError, RunsCodeError, StorageError, UnsupportedError
 from dcptool.formats.torch_save.build import Builder, Piece
 from dcptool.formats.torch_save.files import TorchFile, load_file
@@ -27,6 +27,14 @@ class RankValue(NamedTuple):
 
     file: TorchFile
     value: Any
+
+
+class _Part(NamedTuple):
+    """What one rank has of a tensor: dtype and shape of the whole, and its pieces."""
+
+    dtype: str
+    shape: Ints
+    pieces: list[Piece]
 
 
 def load_files(
@@ -88,45 +96,65 @@ def add_joined(builder: Builder, fqn: str, path: Path, found: Sequence[RankValue
         found: what each rank has.
         alike: whether their files are known to hold all the same.
     """
-    try:
-        parts = [_part_of(one) for one in found]
-    except DcptoolError:
-        parts = [None]
+    good: list[RankValue] = []
+    unknown: list[RankValue] = []
+    parts: list[_Part | None] = []
+    for one in found:
+        try:
+            parts.append(_part_of(one))
+        except UnsupportedError:  # which its entry says
+            unknown.append(one)
+        except DcptoolError as error:
+            builder.problems.append(Finding.of("bad-tensor", f"{fqn!r}: {error}", one.file.name, fqn))
+        else:
+            good.append(one)
     tensors = [part for part in parts if part is not None]
-    if not tensors or None in parts:
-        builder.add_value(fqn, path, *found[0][::-1], [one.file for one in found[1:]] if alike else ())
-        _compare(builder, fqn, found, of_tensors=bool(tensors))
-        return
-    dtype, shape, _ = tensors[0]
+    if unknown:
+        _add_object(builder, fqn, path, [*unknown, *good], alike)
+    elif good and len(tensors) == len(good):
+        _add_tensor(builder, fqn, path, list(zip(good, tensors, strict=True)))
+    elif good:
+        _add_object(builder, fqn, path, good, alike)
+
+
+def _add_object(builder: Builder, fqn: str, path: Path, found: Sequence[RankValue], alike: bool) -> None:
+    """Add the first of some objects; what others have under the name is a copy, or something else, which is said."""
+    first, others = found[0], [one.file for one in found[1:]]
+    of_tensors = [_is_tensor(one) for one in found]
+    differ = len({emit(one.value, 4) for one in found}) > 1
+    builder.add_value(fqn, path, first.value, first.file, others if alike or differ else ())
+    if differ:
+        kind = "ranks-disagree" if len(set(of_tensors)) > 1 else "replicas-differ"
+        message = f"{fqn!r} is not the same in {first.file.name} and the files of other ranks; the first is shown"
+        builder.problems.append(Finding.of(kind, message, first.file.name, fqn))
+
+
+def _is_tensor(one: RankValue) -> bool:
+    try:
+        return _part_of(one) is not None
+    except DcptoolError:
+        return False
+
+
+def _add_tensor(builder: Builder, fqn: str, path: Path, found: Sequence[tuple[RankValue, _Part]]) -> None:
+    first, (dtype, shape, _) = found[0]
     pieces = []
-    for one, (other_dtype, other_shape, held) in zip(found, tensors, strict=True):
+    for one, (other_dtype, other_shape, held) in found:
         if (other_dtype, other_shape) == (dtype, shape):
             pieces += held
             continue
-        message = f"{fqn!r} is {dtype} {list(shape)} in {found[0].file.name}, "
+        message = f"{fqn!r} is {dtype} {list(shape)} in {first.file.name}, "
         message += f"and {other_dtype} {list(other_shape)} in {one.file.name}"
         builder.problems.append(Finding.of("ranks-disagree", message, one.file.name, fqn))
-    builder.add_tensor(builder.free(fqn, found[0].file.name), path, dtype, shape, pieces)
+    builder.add_tensor(builder.free(fqn, first.file.name), path, dtype, shape, pieces)
 
 
-def _part_of(one: RankValue) -> tuple[str, tuple[int, ...], list[Piece]] | None:
-    """Return dtype and shape of a tensor and the pieces of it that a rank has; None for an object."""
+def _part_of(one: RankValue) -> _Part | None:
+    """Return what a rank has of a tensor; None for an object."""
     view = tensor_view(one.value)
     if view is not None:
-        return view.dtype, view.shape, [Piece(one.file.name, (0,) * len(view.shape), view)]
+        return _Part(view.dtype, view.shape, [Piece(one.file.name, (0,) * len(view.shape), view)])
     part = sharded_tensor(one.value)
     if part is None:
         return None
-    return part.dtype, part.shape, [Piece(one.file.name, offsets, view) for offsets, view in part.pieces]
-
-
-def _compare(builder: Builder, fqn: str, found: Sequence[RankValue], of_tensors: bool) -> None:
-    """Say that objects of ranks are not equal; which of them is meant, nothing tells."""
-    pickled = [emit(one.value, 4) for one in found]
-    differing = next((one for one, data in zip(found, pickled, strict=True) if data != pickled[0]), None)
-    if differing is None:
-        return
-    message = f"{fqn!r} is not the same in {found[0].file.name} and {differing.file.name}; the first is shown"
-    severity = Severity.ERROR if of_tensors else Severity.WARNING
-    kind = "ranks-disagree" if of_tensors else "replicas-differ"
-    builder.problems.append(Finding.of(kind, message, differing.file.name, fqn, severity=severity))
+    return _Part(part.dtype, part.shape, [Piece(one.file.name, offsets, view) for offsets, view in part.pieces])
