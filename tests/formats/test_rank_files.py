@@ -21,7 +21,7 @@ from dcptool.pickles import inert
 from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import call, new
 from tests.conftest import OLD, RANKS, run
-from tests.damage import flip_byte
+from tests.damage import flip_byte, overwrite
 
 pytestmark = pytest.mark.torchfree
 FSDP2, FSDP1, ALONE = (RANKS / name for name in ("verl_fsdp2_w2", "verl_fsdp1_shardedtensor_w2", "verl_single_rank"))
@@ -165,6 +165,26 @@ class TestBroken:
             assert done.returncode == 3
             assert "_1.pt" in done.stderr
             assert not (tmp_path / "out").exists()
+
+    @pytest.mark.parametrize("folder", [FSDP2, FSDP1, TCK[1]], ids=by_name)
+    def test_without_any_file_it_is_incomplete(self, folder, copied):
+        step = copied(folder)
+        for file in sorted(step.glob("*.pt")):
+            data = file.read_bytes()
+            file.unlink()
+            verdict = verdict_on(step)
+            assert (verdict.state, verdict.resumable) == (State.INCOMPLETE, False)
+            assert f"{file.name} is missing" in verdict.reason
+            file.write_bytes(data)
+
+    def test_a_value_that_is_not_finite_is_named(self, copied):
+        step = copied(FSDP2)
+        checkpoint = dcptool.open(step)
+        payload = checkpoint.payload(checkpoint["lm_head.weight"], checkpoint["lm_head.weight"].chunks[1])
+        place = payload.record.item.byte_offset + payload.record.byte_offset
+        overwrite(step / "model_world_size_2_rank_1.pt", place, b"\xff" * 4)
+        assert judge(step, VerifyOptions(finite=True, grace=0)).not_finite == ("lm_head.weight",)
+        assert judge(FSDP2, VerifyOptions(finite=True, grace=0)).finite is True
 
     @pytest.mark.parametrize("folder", [FSDP2, FSDP1, TCK[1]], ids=by_name)
     def test_a_cut_file_is_a_finding(self, folder, copied):

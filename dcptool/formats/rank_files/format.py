@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dcptool.checkpoint.format import Format
 
 MODEL, OPTIM, EXTRA = "model", "optim", "extra_state"
-MAX_RANKS = 1 << 20
+MAX_RANKS = 1 << 17
 _FILE = re.compile(rf"({MODEL}|{OPTIM}|{EXTRA})_world_size_(\d{{1,7}})_rank_(\d{{1,7}})\.pt")
 
 

@@ -52,8 +52,9 @@ def open_torch_checkpointing(storage: Storage, files: Mapping[str, int], name: s
     """
     recorded = _recorded(storage, files[METADATA])
     found = [file for file in map(named, files) if file]
-    n_ranks = max(recorded.world_size, 1 + max(file.rank for file in found))
     items = sorted({*(file.item for file in found), *recorded.shapes})
+    n_ranks = 1 + max(file.rank for file in found)
+    n_ranks = recorded.world_size if n_ranks * len(items) > MAX_RANKS else max(n_ranks, recorded.world_size)
     names = [ItemFile(item, rank).name for item in items for rank in range(n_ranks)]
     loaded, problems = load_files(storage, files, names)
     builder = Builder(storage, loaded.values())
