@@ -34,7 +34,7 @@ class Checkpoint(Mapping[str, Entry]):
     Attributes:
         root: path or URL of the folder the files are in.
         name: what was opened inside `root`: "" for the folder, else a file's name.
-        format: the on-disk format, a value; its `name` is "dcp", "torch_save" or "safetensors".
+        format: the on-disk format, a value; its `name` is "dcp", "torch_save", …
         flavour: which software's variant of the format, such as "torch DCP".
         evidence: what that is concluded from, one short phrase each.
         entries: fqn → entry, in the order of the metadata.

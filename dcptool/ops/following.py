@@ -31,7 +31,7 @@ MAX_DEPTH = 2
 MAX_FOLDERS = 64
 """A step has fewer folders."""
 _MARKERS = frozenset({NAME, SAVING, *FOREIGN, *NEGATIVE})
-_OF_MODEL = "huggingface/"
+OF_MODEL = "huggingface/"
 """Where verl and SkyRL keep what describes the model, in the folder of its rank files."""
 _DESCRIBES = re.compile(
     r"(?:(?:adapter_|generation_|processor_|preprocessor_|video_preprocessor_|quantize_)?config\.json"
@@ -186,7 +186,7 @@ def describing(step: FoundStep, written: Collection[str], below: str = "") -> Fo
     prefix = f"{below}/" if below else ""
     found: dict[str, str] = {}
     for name in sorted(names, key=lambda name: name.startswith(prefix) if prefix else True):
-        inside = name.removeprefix(prefix).removeprefix(_OF_MODEL)
+        inside = name.removeprefix(prefix).removeprefix(OF_MODEL)
         if "/" not in inside and describes(inside):
             found[inside] = name
     carried = set(found.values())
@@ -204,11 +204,6 @@ def describing(step: FoundStep, written: Collection[str], below: str = "") -> Fo
 def describes(name: str) -> bool:
     """Tell whether a file describes a model: its configuration, tokenizer, licence."""
     return _DESCRIBES.fullmatch(name) is not None
-
-
-def describes_itself(step: FoundStep) -> bool:
-    """Tell whether a checkpoint's own folder has one with what describes its model."""
-    return any(name.startswith(_OF_MODEL) and describes(name.removeprefix(_OF_MODEL)) for name in step.listing)
 
 
 def is_of_model(files: Iterable[str]) -> bool:
@@ -268,11 +263,9 @@ def _beside(step: FoundStep, written: Iterable[str]) -> list[str]:
     """Return the files of a step that are of no checkpoint that is written anew, and no marker."""
     written = list(written)
     inside = {f"{part}/{name}" if part else name for part in written for name in step.saved.parts[part].usage}
-    inside |= {
-        f"{part}/{name}" if part else name
-        for part in written
-        for name in filter(step.saved.parts[part].format.is_metadata, step.saved.parts[part].files)
-    }
+    for part in written:
+        metadata = filter(step.saved.parts[part].format.is_metadata, step.saved.parts[part].files)
+        inside |= {f"{part}/{name}" if part else name for name in metadata}
     rest = {name for name in step.listing if name not in inside}
     others = [part for part in step.saved.parts if part not in set(written)]
     of_others = {

@@ -123,7 +123,7 @@ def _of_dtensor(shape: Ints, state: Any) -> Sharded | None:
     return Sharded(view.dtype, shape, _pieces(view, shape, runs), _index(coordinate, sizes), prod(sizes))
 
 
-class _Cut(NamedTuple):
+class _MeshPart(NamedTuple):
     """One mesh dimension that cuts a dimension of a tensor; `split` is a strided cut's factor, 1 of a plain one."""
 
     mesh_dim: int
@@ -132,9 +132,9 @@ class _Cut(NamedTuple):
     split: int
 
 
-def _cuts(placements: Sequence[Any], coordinate: Ints, sizes: Ints, ndim: int) -> dict[int, list[_Cut]]:
+def _cuts(placements: Sequence[Any], coordinate: Ints, sizes: Ints, ndim: int) -> dict[int, list[_MeshPart]]:
     """Return what cuts each dimension of the tensor, in the order of the mesh."""
-    cuts: dict[int, list[_Cut]] = {}
+    cuts: dict[int, list[_MeshPart]] = {}
     for mesh_dim, placement in enumerate(placements):
         name = qualified_name(placement)
         kind = name.rpartition(".")[2] if name.startswith("torch.distributed.") else ""
@@ -147,7 +147,7 @@ def _cuts(placements: Sequence[Any], coordinate: Ints, sizes: Ints, ndim: int) -
         if type(dim) is not int or not -ndim <= dim < ndim or type(split) is not int or not 0 < split <= MAX_RUNS:
             raise ItemError(f"it is cut along dimension {dim!r} of {ndim}")
         split = split if kind == "_StridedShard" else 1
-        cuts.setdefault(dim % ndim, []).append(_Cut(mesh_dim, coordinate[mesh_dim], sizes[mesh_dim], split))
+        cuts.setdefault(dim % ndim, []).append(_MeshPart(mesh_dim, coordinate[mesh_dim], sizes[mesh_dim], split))
     return cuts
 
 
@@ -160,7 +160,7 @@ def _order_of(spec: Mapping[Any, Any], dim: int) -> Ints:
     return ()
 
 
-def _runs(size: int, cuts: Sequence[_Cut], order: Ints) -> list[Run]:
+def _runs(size: int, cuts: Sequence[_MeshPart], order: Ints) -> list[Run]:
     """Return the runs of elements that a rank holds along one dimension, as torch cuts it.
 
     Raises:
@@ -186,7 +186,7 @@ def _runs(size: int, cuts: Sequence[_Cut], order: Ints) -> list[Run]:
     return runs
 
 
-def _kept(runs: list[Run], cut: _Cut) -> list[Run]:
+def _kept(runs: list[Run], cut: _MeshPart) -> list[Run]:
     """Return what one cut leaves of runs put together; a strided one takes a part of each of `split` parts."""
     total = sum(length for _, length in runs)
     kept: list[Run] = []

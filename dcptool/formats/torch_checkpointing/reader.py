@@ -92,16 +92,13 @@ def _add_by_rank(builder: Builder, item: str, files: Sequence[TorchFile]) -> Non
 
 
 def _is_alike(files: Sequence[TorchFile]) -> bool:
-    """Tell whether ranks saved the same: by their pickles, and by the checksums of the storages."""
-    kept = {
-        (
-            emit(file.root, 4),
-            tuple(
-                sorted((m.name, m.nbytes, m.crc32) for m in file.archive.members.values() if m.name.startswith("data/"))
-            ),
-        )
-        for file in files
-    }
+    """Tell whether ranks saved the same: by their pickles, and by the checksums of the storages, if there are any."""
+    kept = set()
+    for file in files:
+        stored = [member for name, member in file.archive.members.items() if name.startswith("data/")]
+        if len(files) > 1 and any(member.crc32 is None and member.nbytes for member in stored):
+            return False
+        kept.add((emit(file.root, 4), tuple(sorted((member.name, member.nbytes, member.crc32) for member in stored))))
     return len(kept) <= 1
 
 

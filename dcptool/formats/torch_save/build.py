@@ -22,7 +22,7 @@ from dcptool.pickles.tensors import TensorView, foreign_tensor, tensor_view
 from dcptool.storage import Storage
 
 
-class Piece(NamedTuple):
+class StoredBox(NamedTuple):
     """A box of a tensor in one file.
 
     Attributes:
@@ -59,9 +59,9 @@ class Builder:
         self.parts: dict[str, Sharded] = {}
         self.problems: list[Finding] = [problem for file in self._files.values() for problem in file.problems]
 
-    def views(self) -> dict[str, TensorView]:
-        """Return the views of all tensors so far, by fqn: of one that is in several pieces the last."""
-        return {fqn: view for (fqn, _, _), view in self._source.views.items()}
+    def views(self, file: str) -> dict[str, TensorView]:
+        """Return the views of all tensors of a file so far, by fqn."""
+        return {fqn: view for (fqn, _, name), view in self._source.views.items() if name == file}
 
     def add_value(self, fqn: str, path: Path, value: Any, file: TorchFile, copies: Sequence[TorchFile] = ()) -> None:
         """Add what a file's pickle holds at a path: a tensor, one rank's part of one, or an object.
@@ -83,16 +83,16 @@ class Builder:
             self.problems.append(Finding.of("bad-tensor", f"{fqn!r}: {error}; shown as object", file.name, fqn))
         if part is not None:
             self.parts[fqn] = part
-            pieces = [Piece(file.name, offsets, view) for offsets, view in part.pieces]
+            pieces = [StoredBox(file.name, offsets, view) for offsets, view in part.pieces]
             self.add_tensor(fqn, path, part.dtype, part.shape, pieces)
         elif view is not None:
-            self.add_tensor(fqn, path, view.dtype, view.shape, [Piece(file.name, (0,) * len(view.shape), view)])
+            self.add_tensor(fqn, path, view.dtype, view.shape, [StoredBox(file.name, (0,) * len(view.shape), view)])
         else:
             self._source.values[fqn] = value
             replicas = tuple(copy.item for copy in copies)
             self.entries[fqn] = ObjectEntry(fqn, path, file.item, foreign or foreign_tensor(value), replicas)
 
-    def add_tensor(self, fqn: str, path: Path | None, dtype: str, shape: Ints, pieces: Sequence[Piece]) -> None:
+    def add_tensor(self, fqn: str, path: Path | None, dtype: str, shape: Ints, pieces: Sequence[StoredBox]) -> None:
         """Add a tensor in pieces; of a box that is there more than once, the first is a chunk, the others are copies.
 
         Args:

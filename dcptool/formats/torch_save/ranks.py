@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from dcptool.checkpoint.extents import Ints
 from dcptool.checkpoint.findings import Finding, cannot_be_read, unsafe_pickle
 from dcptool.errors import DcptoolError, MetadataError, RunsCodeError, StorageError, UnsupportedError
-from dcptool.formats.torch_save.build import Builder, Piece
+from dcptool.formats.torch_save.build import Builder, StoredBox
 from dcptool.formats.torch_save.files import TorchFile, load_file
 from dcptool.formats.torch_save.flatten import Path, leaves
 from dcptool.pickles.emit import emit
@@ -29,12 +29,12 @@ class RankValue(NamedTuple):
     value: Any
 
 
-class _Part(NamedTuple):
+class _RankPart(NamedTuple):
     """What one rank has of a tensor: dtype and shape of the whole, and its pieces."""
 
     dtype: str
     shape: Ints
-    pieces: list[Piece]
+    pieces: list[StoredBox]
 
 
 def load_files(
@@ -98,7 +98,7 @@ def add_joined(builder: Builder, fqn: str, path: Path, found: Sequence[RankValue
     """
     good: list[RankValue] = []
     unknown: list[RankValue] = []
-    parts: list[_Part | None] = []
+    parts: list[_RankPart | None] = []
     for one in found:
         try:
             parts.append(_part_of(one))
@@ -136,7 +136,7 @@ def _is_tensor(one: RankValue) -> bool:
         return False
 
 
-def _add_tensor(builder: Builder, fqn: str, path: Path, found: Sequence[tuple[RankValue, _Part]]) -> None:
+def _add_tensor(builder: Builder, fqn: str, path: Path, found: Sequence[tuple[RankValue, _RankPart]]) -> None:
     first, (dtype, shape, _) = found[0]
     pieces = []
     for one, (other_dtype, other_shape, held) in found:
@@ -149,12 +149,12 @@ def _add_tensor(builder: Builder, fqn: str, path: Path, found: Sequence[tuple[Ra
     builder.add_tensor(builder.free(fqn, first.file.name), path, dtype, shape, pieces)
 
 
-def _part_of(one: RankValue) -> _Part | None:
+def _part_of(one: RankValue) -> _RankPart | None:
     """Return what a rank has of a tensor; None for an object."""
     view = tensor_view(one.value)
     if view is not None:
-        return _Part(view.dtype, view.shape, [Piece(one.file.name, (0,) * len(view.shape), view)])
+        return _RankPart(view.dtype, view.shape, [StoredBox(one.file.name, (0,) * len(view.shape), view)])
     part = sharded_tensor(one.value)
     if part is None:
         return None
-    return _Part(part.dtype, part.shape, [Piece(one.file.name, offsets, view) for offsets, view in part.pieces])
+    return _RankPart(part.dtype, part.shape, [StoredBox(one.file.name, offsets, view) for offsets, view in part.pieces])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
@@ -10,10 +10,11 @@ from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import is_contiguous, volume
 from dcptool.errors import MetadataError
 from dcptool.formats.torch_save.build import Builder
-from dcptool.formats.torch_save.files import load_file
+from dcptool.formats.torch_save.files import TorchFile, load_file
 from dcptool.formats.torch_save.flatten import leaves
 from dcptool.formats.torch_save.format import TORCH_SAVE
 from dcptool.formats.torch_save.one_rank import of_one_rank
+from dcptool.formats.torch_save.stream import LegacyStream
 from dcptool.pickles.tensors import TensorView
 from dcptool.storage import Storage, join
 from dcptool.words import are
@@ -31,25 +32,42 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
         name: of the file.
 
     Raises:
-        UnsupportedError: it is of the format before torch 1.6, which is no zip, or a TorchScript archive.
-        MetadataError: its zip or pickle is damaged.
+        UnsupportedError: it is a TorchScript archive.
+        MetadataError: it or its pickle is damaged.
         RunsCodeError: one of these, and it runs code when it is loaded.
     """
     file = load_file(storage, name, files[name])
     builder = Builder(storage, [file])
     try:
-        for path, value in leaves(file.root, file.pickle_nbytes):
-            builder.add_value(".".join(map(str, path)) or ROOT_NAME, path, value, file)
+        add_values(builder, file)
     except MetadataError as error:
         raise MetadataError(f"{join(storage.root, name)}: {error}") from error
-    builder.problems += _storage_notes(builder.views(), name)
-    flavour, evidence = "torch.save", ["a torch.save zip"]
+    is_old = isinstance(file.archive, LegacyStream)
+    flavour, evidence = "torch.save", ["a torch.save stream, as before torch 1.6" if is_old else "a torch.save zip"]
     if builder.parts:
         alone = of_one_rank(builder.parts, name, storage.root)
         flavour = f"torch.save, {alone.whose}" if alone.whose else flavour
         evidence.append(alone.evidence)
         builder.problems += alone.problems
     return builder.checkpoint(name, TORCH_SAVE, flavour, tuple(evidence), {name: files[name]})
+
+
+def add_values(builder: Builder, file: TorchFile, is_new: Callable[[str], bool] = lambda fqn: True) -> None:
+    """Add everything that a file holds, and what there is to note of its storages.
+
+    Args:
+        builder: of the checkpoint.
+        file: one of its files.
+        is_new: asked for each name whether it is to be added.
+
+    Raises:
+        MetadataError: it stands for more than it can hold.
+    """
+    for path, value in leaves(file.root, file.pickle_nbytes):
+        fqn = ".".join(map(str, path)) or ROOT_NAME
+        if is_new(fqn):
+            builder.add_value(fqn, path, value, file)
+    builder.problems += _storage_notes(builder.views(file.name), file.name)
 
 
 def _storage_notes(views: Mapping[str, TensorView], file: str) -> list[Finding]:

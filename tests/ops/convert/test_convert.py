@@ -441,10 +441,10 @@ class TestSafety:
             exclude = ("c32", "*complex*", "*c128*", "*c32*") if to == "safetensors" else ()
             with contextlib.suppress(UnsupportedError):
                 convert(FOREIGN / name, tmp_path / f"{name}.out", to, ConvertOptions(check=True, exclude=exclude))
-        import dcptool.ops.convert.convert as module
+        import dcptool.ops.convert.member as module
 
-        def change(checkpoint, groups, storage, *rest):
-            report = copy(checkpoint, groups, storage, *rest)
+        def change(checkpoint, groups, storage, *rest, **more):
+            report = copy(checkpoint, groups, storage, *rest, **more)
             for file in (file for group in groups for file in group):
                 path = storage._path(file.name)
                 data = bytearray(open(path, "rb").read())  # noqa: SIM115
