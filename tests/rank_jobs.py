@@ -135,6 +135,33 @@ def train_and_save(rank: int, folder: Path, kind: str, rows: int = 35) -> dict[s
     return {"saved": saved, "after": after}
 
 
+def save_llama(rank: int, folder: Path) -> None:
+    """Save the model of a tiny Llama on every rank, cut by FSDP2, with what describes it beside, as verl does."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=12, intermediate_size=22, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+        vocab_size=35, max_position_embeddings=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    if rank == 0:
+        config.save_pretrained(folder / "huggingface")
+        torch.save(model(torch.arange(9)[None]).logits.detach(), folder / "logits.pt")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    save_verl(folder, rank, dist.get_world_size(), model, torch.optim.AdamW(model.parameters()))
+
+
+def logits_of(_: int, folder: str) -> Any:
+    """What the model in a folder makes of some tokens, as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)(torch.arange(9)[None]).logits.detach().numpy()
+
+
 def resume(rank: int, folder: str) -> dict[str, Any]:
     """Load a DCP folder with stock torch into FSDP2 on two ranks, take two steps more; return the weights."""
     import torch.distributed.checkpoint as dcp

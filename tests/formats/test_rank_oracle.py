@@ -99,3 +99,17 @@ def test_ranks_without_a_row_hold_empty_parts(tmp_path):
         alone = dcptool.open(Path(tmp_path, f"model_world_size_4_rank_{rank}.pt"))
         assert [chunk[:2] for chunk in alone["embed.weight"].chunks] == [((2, 0), (0, 6))]
         assert f"rank {rank} of 4" in alone.flavour
+
+
+@pytest.mark.slow
+def test_transformers_loads_what_is_made_of_the_files_of_four_ranks(tmp_path):
+    pytest.importorskip("transformers")
+    source = tmp_path / "global_step_5" / "actor"
+    source.mkdir(parents=True)
+    values(run_ranks(4, rank_jobs.save_llama, source))
+    before = torch.load(source / "logits.pt").numpy()
+    (source / "logits.pt").unlink()
+    done = run("convert", "--to", "safetensors", *WEIGHTS, source, tmp_path / "hf")
+    assert done.returncode == 0, done.stderr
+    [after] = values(run_ranks(0, rank_jobs.logits_of, str(tmp_path / "hf")))
+    assert np.array_equal(before, after)
