@@ -7,6 +7,11 @@ from collections.abc import Sequence
 
 _OTHER_TOOLS = (
     (
+        re.compile(r"metadata\.pkl"),
+        "a checkpoint with metadata.pkl, a format after DCP's",
+        "the software that wrote it",
+    ),
+    (
         re.compile(r"(zero_pp_rank|mp_rank)_.*_(model|optim)_states\.pt|zero_to_fp32\.py"),
         "a DeepSpeed checkpoint",
         "zero_to_fp32.py",
