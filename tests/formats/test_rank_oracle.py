@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import dcptool  # noqa: E402
 from tests import rank_jobs  # noqa: E402
-from tests.conftest import run  # noqa: E402
+from tests.conftest import RANKS, run  # noqa: E402
 from tests.forks import run_ranks, values  # noqa: E402
 
 WEIGHTS = ("--exclude", "optim.*", "--exclude", "extra_state.*")
@@ -99,6 +99,19 @@ def test_ranks_without_a_row_hold_empty_parts(tmp_path):
         alone = dcptool.open(Path(tmp_path, f"model_world_size_4_rank_{rank}.pt"))
         assert [chunk[:2] for chunk in alone["embed.weight"].chunks] == [((2, 0), (0, 6))]
         assert f"rank {rank} of 4" in alone.flavour
+
+
+def test_what_torch_loads_in_a_job_alone_is_no_damage():
+    done = run("verify", "--load", "--trust", RANKS / "verl_fsdp1_shardedtensor_w2")
+    assert "not proven" in done.stdout
+    assert "damaged" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["verl_fsdp2_w2", "tck_w2"])
+def test_torch_loads_every_file(name):
+    done = run("verify", "--load", "--trust", RANKS / name)
+    assert done.returncode == 0, done.stdout
+    assert "note: torch" in done.stdout
 
 
 @pytest.mark.slow

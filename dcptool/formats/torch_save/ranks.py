@@ -65,9 +65,7 @@ def load_files(
             problems.append(Finding.of("bad-file", f"{name}: {message}", name, next_step=_COPY_AGAIN))
     if missing:
         are = "is" if len(missing) == 1 else "are"
-        message = (
-            f"{listed(missing, _MAX_NAMED, counted=False)} {are} missing: the tensors of that rank are in no other"
-        )
+        message = f"{listed(missing, _MAX_NAMED, counted=False)} {are} missing: what a rank has is in no other file"
         problems.append(Finding.of("missing-file", message, missing[0], next_step=_GATHER))
     return loaded, problems
 
