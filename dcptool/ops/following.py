@@ -168,6 +168,7 @@ def follow(step: FoundStep, resharded: Iterable[str], n_ranks: int | None) -> Fo
         *([f"left out, for it would be wrong: {named(step, stale)}"] if stale else []),
         *_left_over(step, names),
         *_missing(step),
+        *_elsewhere(step, n_ranks),
     ]
     found = tuple(Carried(name, _target(step, name, n_ranks, carried), step.listing[name]) for name in carried)
     last = step.profile.last_written if step.profile and step.profile.last_written in carried else ""
@@ -388,6 +389,11 @@ def _missing(step: FoundStep) -> list[str]:
     verb = "is" if len(lacking) == 1 else "are"
     trainer = step.profile.name
     return [f"the source lacks {told}, and so does the output: {verb} of what {trainer} loads"] if lacking else []
+
+
+def _elsewhere(step: FoundStep, n_ranks: int | None) -> list[str]:
+    told = step.profile.elsewhere if step.profile and n_ranks not in (None, step.saved.n_ranks) else ""
+    return [f"on another number of data-parallel ranks {step.profile.name} {told}"] if step.profile and told else []
 
 
 def _target(step: FoundStep, name: str, n_ranks: int | None, carried: Sequence[str]) -> str:

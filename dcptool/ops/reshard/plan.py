@@ -32,6 +32,7 @@ from dcptool.ops.reshard.mesh import MAX_RANKS, parse_mesh, parse_placement
 from dcptool.ops.reshard.rules import LayoutRules, WantedLayout, mesh_hint
 from dcptool.ops.reshard.source import default_target, in_a_run, source_here
 from dcptool.ops.sources import StepSource, Wish, open_source, require_renamed
+from dcptool.ops.tracking import tracked
 from dcptool.storage import join
 from dcptool.words import listed, plural
 
@@ -190,6 +191,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
         *told,
         *found.notes,
         *in_a_run(found, path),
+        *tracked(found.step.profile if found.step else None, path),
         *(_step_notes(found, chosen, options) if several else ()),
         *dict.fromkeys(note for part in parts for note in part.notes),
         *following.notes,
