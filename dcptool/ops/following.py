@@ -262,17 +262,14 @@ def _step_at(path: str, place: str, checkpoint: Checkpoint) -> FoundStep | None:
 
 def _beside(step: FoundStep, written: Iterable[str]) -> list[str]:
     """Return the files of a step that are of no checkpoint that is written anew, and no marker."""
-    written = list(written)
-    inside = {f"{part}/{name}" if part else name for part in written for name in step.saved.parts[part].usage}
-    for part in written:
-        metadata = filter(step.saved.parts[part].format.is_metadata, step.saved.parts[part].files)
-        inside |= {f"{part}/{name}" if part else name for name in metadata}
+    parts = step.saved.parts
+    inside = {f"{part}/{name}" if part else name for part in written for name in parts[part].own_files}
     rest = {name for name in step.listing if name not in inside}
-    others = [part for part in step.saved.parts if part not in set(written)]
+    others = [part for part in parts if part not in set(written)]
     of_others = {
         join(part, name) if part else name
         for part in others
-        for name in (*step.saved.parts[part].usage, step.saved.parts[part].name or "", *step.saved.parts[part].files)
+        for name in (*parts[part].usage, parts[part].name or "", *parts[part].files)
     }
     names = {*beside(rest), *filter(is_needed, rest), *(rest & of_others)}
     names |= {name for name in rest if is_manifest_name(base_name(name)) and name not in inside}

@@ -331,6 +331,7 @@ class TestNumbers:
             ([[0, 1, 2, 3]], {0: (2, 4)}),  # another order
             ([[0], [1]], {0: (4, 4), 1: (4, 4)}),  # one shape in two groups
             ([[0]], {0: (9,)}),
+            ([[0, 1, 2, 3]], {9: (4, 4)}),  # state of what is in no group
             ([[0, 0]], {0: (4, 4)}),
         ],
     )

@@ -45,7 +45,8 @@ def names_of(
             return None
         names = found
     known = {parameter.fqn: parameter.shape for parameter in once}
-    return names if all(known[names[number]] == shape for number, shape in shapes.items()) else None
+    fits = all(number in names and known[names[number]] == shape for number, shape in shapes.items())
+    return names if fits else None
 
 
 def _by_shape(

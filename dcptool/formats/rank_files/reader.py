@@ -113,10 +113,9 @@ def _add_optimizer(builder: Builder, files: Sequence[TorchFile], parameters: Seq
                     state.setdefault((number, key_text(key)), []).append(RankValue(file, value))
     groups = [dict(_items(group)) for group in _list(_items(files[0].root).get(_GROUPS))]
     numbers = [[number for number in _list(group.get(_PARAMS)) if type(number) is int] for group in groups]
-    by_fqn = {parameter.fqn: parameter for parameter in parameters}
-    shapes, is_flat = _shapes(state)
+    shapes, whole = _shapes(state)
     names = names_of(parameters, numbers, shapes)
-    if is_flat and (names is None or any(by_fqn[names[number]].shape != shapes.get(number) for number in is_flat)):
+    if whole and (names is None or not whole <= set(shapes)):
         builder.problems.append(_unread(files))
         for file in files:
             rank = _rank_word(file)
