@@ -171,6 +171,7 @@ KINDS = {
     "other-weights": _note("weights are there in files of torch.save too, which are not read"),
     "unlisted-tensor": _warning("a tensor is not in the index"),
     "parts-disagree": _error("files hold parts of one tensor with different dtypes or ndim"),
+    "bad-partition": _error("parts of DeepSpeed's parameters do not have the shapes that are recorded, or do not add up"),
     "duplicate-name": _error("several entries have one name; in `.pt` files a warning: their keys are equal as text"),
     "shared-storage": _note("several tensors are views of one storage"),
     "partial-storage": _note("tensors are views of a part of their storage"),

@@ -31,6 +31,10 @@ from dcptool.errors import LayoutError
 from dcptool.storage import Progress
 
 
+_TAKES_BOXES = ("missing-file", "short-file", "bad-partition")
+"""Findings on files that explain holes where boxes are in files only."""
+
+
 class Level(IntEnum):
     """How closely a checkpoint is looked at; each level includes the ones before."""
 
@@ -129,8 +133,8 @@ def shown_by_metadata(
         *family_problems(checkpoint),
         *_unprovable(checkpoint),
     ]
-    if checkpoint.format.boxes_in_files and any(problem.kind == "missing-file" for problem in problems):
-        problems = [problem for problem in problems if problem.kind != "hole"]  # what the missing files held
+    if checkpoint.format.boxes_in_files and any(problem.kind in _TAKES_BOXES for problem in problems):
+        problems = [problem for problem in problems if problem.kind != "hole"]  # what those files held
     return problems
 
 

@@ -9,6 +9,8 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.format import Format
 from dcptool.formats.dcp import format as dcp
 from dcptool.formats.dcp.reader import open_dcp
+from dcptool.formats.deepspeed import format as deepspeed
+from dcptool.formats.deepspeed.reader import open_deepspeed
 from dcptool.formats.manifests import is_manifest_name
 from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, SAVING
 from dcptool.formats.safetensors import format as safetensors
@@ -41,6 +43,7 @@ class KnownFormat(NamedTuple):
 
 FORMATS = (
     KnownFormat(dcp.DCP, open_dcp, dcp.kind_of, dcp.is_file),
+    KnownFormat(deepspeed.DEEPSPEED, open_deepspeed, deepspeed.kind_of, lambda name, start: False),
     KnownFormat(safetensors.SAFETENSORS, open_safetensors, safetensors.kind_of, safetensors.is_file, safetensors.place),
     KnownFormat(torch_save.TORCH_SAVE, open_torch_save, lambda files: None, torch_save.is_file),
 )
