@@ -16,7 +16,7 @@ from dcptool.checkpoint.extents import Ints
 from dcptool.checkpoint.regions import volume
 
 
-class Part(NamedTuple):
+class Stretch(NamedTuple):
     """A run of elements of a flattened parameter.
 
     Attributes:
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     numel: int
 
 
-class Layout(NamedTuple):
+class Cuts(NamedTuple):
     """Where everything is, and how many elements ranks should hold.
 
     Attributes:
@@ -42,7 +42,7 @@ class Layout(NamedTuple):
         partition: for each group elements of a rank with padding; of stage 3 there is none.
     """
 
-    parts: dict[tuple[int, str], list[Part]]
+    parts: dict[tuple[int, str], list[Stretch]]
     used: list[dict[int, int]]
     partition: list[int]
 
@@ -55,7 +55,7 @@ def needed(shapes: Mapping[str, Ints], alignments: Sequence[int] = ()) -> int:
 def cut_groups(
     groups: Sequence[Mapping[str, Ints]], partitions: Sequence[int], ranks: Sequence[int],
     alignments: Sequence[Sequence[int]] | None,
-) -> Layout:
+) -> Cuts:
     """Lay out parameters as stages 1 and 2 do.
 
     Args:
@@ -64,7 +64,7 @@ def cut_groups(
         ranks: whose files there are, sorted.
         alignments: elements free behind each parameter of a group, if there are any.
     """
-    layout = Layout({}, [], list(partitions))
+    layout = Cuts({}, [], list(partitions))
     for group, (shapes, partition) in enumerate(zip(groups, partitions, strict=True)):
         free = alignments[group] if alignments else ()
         at = 0
@@ -76,16 +76,16 @@ def cut_groups(
     return layout
 
 
-def _cut(group: int, at: int, numel: int, partition: int, ranks: Sequence[int]) -> Iterator[Part]:
+def _cut(group: int, at: int, numel: int, partition: int, ranks: Sequence[int]) -> Iterator[Stretch]:
     if not numel or not partition:
         return
     first, last = bisect_left(ranks, at // partition), bisect_right(ranks, (at + numel - 1) // partition)
     for rank in ranks[first:last]:
         start, end = max(at, rank * partition), min(at + numel, (rank + 1) * partition)
-        yield Part(rank, group, start - rank * partition, start - at, end - start)
+        yield Stretch(rank, group, start - rank * partition, start - at, end - start)
 
 
-def cut_each(groups: Sequence[Mapping[str, Ints]], sizes: Sequence[int], world_size: int, ranks: Sequence[int]) -> Layout:
+def cut_each(groups: Sequence[Mapping[str, Ints]], sizes: Sequence[int], world_size: int, ranks: Sequence[int]) -> Cuts:
     """Lay out parameters as stage 3 does.
 
     Args:
@@ -95,7 +95,7 @@ def cut_each(groups: Sequence[Mapping[str, Ints]], sizes: Sequence[int], world_s
         ranks: whose files there are, sorted.
     """
     ends = list(accumulate(sizes, initial=0))
-    layout = Layout({}, [dict.fromkeys(ranks, end - start) for start, end in pairwise(ends)], list(sizes))
+    layout = Cuts({}, [dict.fromkeys(ranks, end - start) for start, end in pairwise(ends)], list(sizes))
     at = 0
     for group, shapes in enumerate(groups):
         for name, shape in shapes.items():
@@ -113,12 +113,12 @@ def piece_numel(numel: int, world_size: int) -> int:
     return -(-numel // world_size)
 
 
-def _runs(rank: int, at: int, numel: int, first: int, ends: Sequence[int]) -> Iterator[Part]:
+def _runs(rank: int, at: int, numel: int, first: int, ends: Sequence[int]) -> Iterator[Stretch]:
     """Yield the runs of a piece: more than one where it goes on in the next flat group."""
     while numel > 0:
         group = bisect_right(ends, at) - 1
         if group + 1 >= len(ends):
             return
         run = min(numel, ends[group + 1] - at)
-        yield Part(rank, group, at - ends[group], first, run)
+        yield Stretch(rank, group, at - ends[group], first, run)
         at, first, numel = at + run, first + run, numel - run

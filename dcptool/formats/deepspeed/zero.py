@@ -15,7 +15,7 @@ from dcptool.checkpoint.regions import flat_boxes, volume
 from dcptool.errors import DcptoolError
 from dcptool.formats.deepspeed.files import MAX_NUMEL, ModelFile, OptimizerFile, Shapes
 from dcptool.formats.deepspeed.naming import FP32, Names, named
-from dcptool.formats.deepspeed.partitions import Layout, Part, cut_each, cut_groups, needed, piece_numel
+from dcptool.formats.deepspeed.partitions import Cuts, Stretch, cut_each, cut_groups, needed, piece_numel
 from dcptool.formats.torch_save.build import Piece
 from dcptool.pickles.tensors import TensorView, part_of, tensor_view
 from dcptool.words import plural
@@ -60,7 +60,7 @@ def add_trained(
 
 def _layout(
     names: Names, model: ModelFile, optimizers: Mapping[int, OptimizerFile], world_size: int, stage: int
-) -> Layout | None:
+) -> Cuts | None:
     """Return where everything lies, None if there is more or less in the partitions than the shapes take."""
     ranks, first = sorted(optimizers), optimizers[min(optimizers)]
     if stage >= 3:
@@ -94,7 +94,7 @@ _Flats = dict[str, dict[int, dict[int, TensorView]]]
 """Name → rank → group → flat part."""
 
 
-def _sound(names: Names, optimizers: Mapping[int, OptimizerFile], layout: Layout, stage: int) -> _Flats:
+def _sound(names: Names, optimizers: Mapping[int, OptimizerFile], layout: Cuts, stage: int) -> _Flats:
     """Return the flat parts that have the length they should: of stages 1 and 2 the padding may be cut off."""
     flats: _Flats = {}
     for rank, one in optimizers.items():
@@ -113,7 +113,7 @@ def _sound(names: Names, optimizers: Mapping[int, OptimizerFile], layout: Layout
 
 
 def _add(
-    names: Names, kind: str, name: str, shape: Ints, parts: Sequence[Part], views: Mapping[int, Mapping[int, TensorView]],
+    names: Names, kind: str, name: str, shape: Ints, parts: Sequence[Stretch], views: Mapping[int, Mapping[int, TensorView]],
     optimizers: Mapping[int, OptimizerFile],
 ) -> None:
     """Add one tensor of flat parts: a parameter, or what the optimizer keeps for it."""
@@ -163,7 +163,7 @@ def _add_single(names: Names, kind: str, name: str, group: int, one: OptimizerFi
 
 
 def _compare_slices(
-    names: Names, groups: Sequence[Shapes], layout: Layout, optimizers: Mapping[int, OptimizerFile]
+    names: Names, groups: Sequence[Shapes], layout: Cuts, optimizers: Mapping[int, OptimizerFile]
 ) -> None:
     """Compare where parameters lie, by their shapes, with what each rank recorded of it."""
     ours: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
