@@ -229,8 +229,6 @@ def _no_checkpoint(path: str, name: str, start: bytes) -> MetadataError | Unsupp
     """Return what a file is, going by its first bytes, that is none of a known format."""
     if start[257:262] == b"ustar" or name.endswith(".nemo"):
         return UnsupportedError(f"{path} is a tar archive, as NeMo's .nemo files are; unpack it and name the folder")
-    if name.endswith(".bin.index.json"):
-        return UnsupportedError(f"{path} is the index of a model in several torch.save files; name one of these")
     try:
         check_pickle_start(start)
     except MetadataError as error:

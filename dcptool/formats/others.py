@@ -30,11 +30,6 @@ _OTHER_TOOLS = (
     (re.compile(r"_CHECKPOINT_METADATA|_METADATA|manifest\.ocdbt"), "an Orbax checkpoint", "JAX's orbax-checkpoint"),
     (re.compile(r"\.snapshot_metadata"), "a torchsnapshot", "torchsnapshot's Snapshot.restore"),
     (re.compile(r"mp_rank_\d+.*"), "a legacy Megatron checkpoint", "Megatron-LM's checkpoint tools"),
-    (
-        re.compile(r".*\.bin\.index\.json"),
-        "a transformers model in several torch.save files",
-        "transformers' from_pretrained",
-    ),
     (re.compile(r".*\.nemo"), "a NeMo archive, which is a tar file", "NeMo's restore_from"),
     (re.compile(r"recipe_state\.pt"), "a torchtune checkpoint", "torchtune's checkpointer"),
     (re.compile(r".*\.data-\d{5}-of-\d{5}"), "a TensorFlow checkpoint", "TensorFlow's tf.train.load_checkpoint"),

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.format import Format
+from dcptool.formats.bin_set import format as bin_set
+from dcptool.formats.bin_set.reader import open_bin_set
 from dcptool.formats.dcp import format as dcp
 from dcptool.formats.dcp.reader import open_dcp
 from dcptool.formats.deepspeed import format as deepspeed
@@ -45,6 +47,7 @@ FORMATS = (
     KnownFormat(dcp.DCP, open_dcp, dcp.kind_of, dcp.is_file),
     KnownFormat(deepspeed.DEEPSPEED, open_deepspeed, deepspeed.kind_of, lambda name, start: False),
     KnownFormat(safetensors.SAFETENSORS, open_safetensors, safetensors.kind_of, safetensors.is_file, safetensors.place),
+    KnownFormat(bin_set.BIN_SET, open_bin_set, bin_set.kind_of, bin_set.is_file, bin_set.place),
     KnownFormat(torch_save.TORCH_SAVE, open_torch_save, lambda files: None, torch_save.is_file),
 )
 """In the order in which they are asked; torch.save is last, for it takes every zip."""

@@ -13,8 +13,9 @@ _ARGUMENTS = "training_args.bin"
 def _recognises(step: SavedStep) -> bool:
     if step_number(step.name) is None or "" not in step.parts or _CONFIGS.isdisjoint(step.files):
         return False
-    other = [name for name in step.files if name.endswith(SUFFIXES) and name != _ARGUMENTS]
-    return step.parts[""].format.name == "safetensors" and not other
+    model = step.parts[""]
+    other = [name for name in step.files if name.endswith(SUFFIXES) and name not in {_ARGUMENTS, *model.files}]
+    return model.format.name in ("safetensors", "bin_set") and not other
 
 
 HF_MODEL = Profile(

@@ -30,7 +30,6 @@ from dcptool.checkpoint.regions import is_contiguous, volume
 from dcptool.errors import DcptoolError, ItemError, LayoutError, UnsupportedError
 from dcptool.formats.dcp.format import DCP
 from dcptool.formats.dcp.items import undo_transforms
-from dcptool.formats.torch_save.format import TORCH_SAVE
 from dcptool.formats.torch_save.graphs import TAIL, Keys, ObjectGraph, rekey
 from dcptool.pickles.emit import emit
 from dcptool.storage import Storage, join
@@ -92,7 +91,7 @@ def _wanted(checkpoint: Checkpoint, found: Sequence[tuple[ItemPlace, ReadItem]])
     place, items = found[0][0], tuple(item for _, item in found)
     entry = checkpoint.entries[place.fqn]
     if not isinstance(entry, TensorEntry) or place.chunk is None:
-        return Asked(entry, None, items, 0 if checkpoint.format is TORCH_SAVE else place.length)
+        return Asked(entry, None, items, place.length if checkpoint.format.items_apart else 0)
     chunk = entry.chunks[place.chunk]
     nbytes = _nbytes(entry, chunk)
     whole = len(items) == 1 and tuple(items[0].lengths) == chunk.sizes
@@ -240,7 +239,7 @@ class Delivery:
         """Return an object as torch.save writes it, every record of it checked."""
         if not isinstance(entry, ObjectEntry) or entry.item is None:
             raise ItemError("the metadata has no place for it")
-        if self._checkpoint.format is TORCH_SAVE:
+        if not self._checkpoint.format.items_apart:  # it shares a pickle with all else
             return self._extracted(entry)
         storage, item = self._opened(entry.item, _MAX_OBJECT_NBYTES)
         source = self._checkpoint.source.over(storage)

@@ -26,6 +26,7 @@ from dcptool.training.tree import Path
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a disk, or a quota, says that has no room."""
 _AS_GOOD_AS_FULL_NBYTES = 1 << 20
+_WORTH_A_FILE_NBYTES = 64 << 20
 _CACHES = (
     "_cached_save_plan",
     "_cached_all_plans",
@@ -118,12 +119,14 @@ class Writing:
 
 
 def threads_while_waiting(written: Flat) -> int:
-    """Return how many threads write a state while training waits: two, of a rank that has two cores.
+    """Return how many threads write a state while training waits: two, of a rank that has two cores and much to save.
 
     One where a tensor is on a device: only then torch copies the next ones to the host while one is written.
     """
     tensors = [value for value in written.values.values() if torch.is_tensor(value)]
-    return min(2, cores_per_rank()) if all(tensor.device.type == "cpu" for tensor in tensors) else 1
+    here = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # of a DTensor what this rank has
+    is_worth_it = sum(tensor.numel() * tensor.element_size() for tensor in here) >= _WORTH_A_FILE_NBYTES
+    return min(2, cores_per_rank()) if is_worth_it and all(tensor.is_cpu for tensor in here) else 1
 
 
 def _accepted(method: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict  # n
 
 import dcptool  # noqa: E402
 from dcptool.errors import TrainingError, UnsupportedError  # noqa: E402
-from dcptool.training import CheckpointManager  # noqa: E402
+from dcptool.training import CheckpointManager, writing  # noqa: E402
+from dcptool.training.rank_local import Flat  # noqa: E402
 from tests.forks import run_ranks, values  # noqa: E402
 from tests.training_jobs import Box, job, train, whole  # noqa: E402
 
@@ -262,3 +263,25 @@ def test_a_kept_plan_does_not_outlive_the_state_it_was_of(tmp_path):
         assert same(loaded(tmp_path / "kept" / f"step_{step}"), loaded(tmp_path / "anew" / f"step_{step}")), step
     for manager in managers.values():
         manager.close()
+
+
+@pytest.mark.parametrize(
+    ("mib", "cores", "device", "wanted"),
+    [(64, 2, "cpu", 2), (64, 8, "cpu", 2), (64, 1, "cpu", 1), (1, 2, "cpu", 1), (64, 2, "meta", 1)],
+)
+def test_two_threads_write_what_training_waits_for(mib, cores, device, wanted, monkeypatch):
+    monkeypatch.setattr(writing, "cores_per_rank", lambda: cores)
+    state = {"w": torch.empty(mib << 20, dtype=torch.uint8, device=device), "step": 1}
+    assert writing.threads_while_waiting(Flat(state, {})) == wanted
+
+
+def test_a_large_state_is_written_by_two_threads_and_loads_with_torch(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "cores_per_rank", lambda: 2)
+    state = {f"w{i}": torch.randint(256, (9 << 20,), dtype=torch.uint8) for i in range(8)}
+    with CheckpointManager(tmp_path / "run") as manager:
+        path = Path(manager.save(1, state))
+    assert sorted(file.name for file in path.glob("*.distcp")) == ["__0_0.distcp", "__0_1.distcp"]
+    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.load(loaded, checkpoint_id=path)
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    assert dcptool.verify(path, DEEP).good

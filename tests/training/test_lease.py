@@ -187,7 +187,7 @@ class TestLapsed:
 
     def test_of_many_that_take_one_over_at_once_one_holds_it(self, root):
         put(root, mine("theirs", 1.0)._replace(began="1"))  # its process has ended
-        leases = [lease.RunLease(root, 1.0) for _ in range(6)]
+        leases = [lease.RunLease(root, 4.0) for _ in range(6)]
         holding = []
 
         def take(one):

@@ -47,7 +47,7 @@ def place(names: Iterable[str]) -> str:
 
 
 def _is_own(name: str) -> bool:
-    return name.endswith((SUFFIX, ".index.json"))
+    return name.endswith((SUFFIX, INDEX_SUFFIX))
 
 
 def _world_size(used: Iterable[str], files: Mapping[str, int]) -> int | None:

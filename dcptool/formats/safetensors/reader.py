@@ -6,7 +6,6 @@ named `shard-RRRRR-model-….safetensors` whose tensors are parts of larger ones
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,11 +21,10 @@ from dcptool.checkpoint.regions import Box, contiguous_strides, volume
 from dcptool.errors import CheckpointNotFoundError, LayoutError, MetadataError, UnsupportedError
 from dcptool.formats.safetensors.format import SAFETENSORS, SUFFIX, is_index, shard_number
 from dcptool.formats.safetensors.header import Header, read_header
-from dcptool.storage import Storage, is_inside, join
+from dcptool.formats.weight_map import absent_file, index_problems, missing_of_set, read_weight_map, unlisted_files
+from dcptool.storage import Storage, join
 from dcptool.words import listed, plural
 
-MAX_INDEX_NBYTES = 1 << 30
-_OF_SEVERAL = re.compile(r"(?:shard-\d{5}-)?(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _OTHER_WEIGHTS = re.compile(r"((pytorch_|adapter_)?model([-_]\d+-of-\d+)?\.bin)|consolidated\.\d+\.pth")
 _MAX_NAMED = 20
 _NAME_ONE = "Two saves, or two forms of one: name the file itself to take what it holds, or move the other away."
@@ -83,7 +81,7 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
             paths = ", ".join(join(storage.root, file) for file in indexes)
             raise CheckpointNotFoundError(f"{storage.root} holds {len(indexes)} safetensors indexes; name one: {paths}")
         index = indexes[0] if indexes else ""
-    weight_map = _weight_map(storage, index, files.get(index, 0)) if index else None
+    weight_map = read_weight_map(storage, index, files.get(index, 0)) if index else None
     if weight_map is not None:
         wanted = list(dict.fromkeys(weight_map.values()))
     else:
@@ -91,11 +89,13 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
     headers, problems = _headers(storage, files, wanted, index)
     parts = _parts(headers)
     if weight_map is not None:
-        problems += _index_problems(index, weight_map, parts, headers)
+        places = {fqn: [item.file for _, _, item, _ in found] for fqn, found in parts.items()}
+        problems += index_problems(index, weight_map, places, headers)
     if not name:
-        problems += _missing_of_set(headers, files)
+        problems += missing_of_set(headers, files)
     if index and not name:
-        problems += _unlisted_files(index, files, headers)
+        ours = (file for file in files if file.endswith(SUFFIX) and file not in headers and "/" not in file)
+        problems += unlisted_files(index, sorted(ours))
     problems += _other_weights(files) if not name else []
     sharded = any(header.saved_offsets for header in headers.values())
     own = {file: nbytes for file, nbytes in files.items() if file in headers or file == index}
@@ -128,8 +128,7 @@ def _headers(
         if nbytes is None and "/" in file:
             nbytes = storage.size(file)
         if nbytes is None:
-            message = f"{index} names {file}, which is not there"
-            problems.append(Finding.of("missing-file", message, file, next_step="Copy it here again."))
+            problems.append(absent_file(index, file))
             continue
         try:
             headers[file] = _header(storage, file, nbytes)
@@ -168,17 +167,6 @@ def _has_hole(entry: TensorEntry) -> bool:
         return False
 
 
-def _unlisted_files(index: str, files: Mapping[str, int], headers: Mapping[str, Header]) -> list[Finding]:
-    """Name files of tensors beside an index that it does not name: whoever loads by it does not see them."""
-    unlisted = sorted(file for file in files if file.endswith(SUFFIX) and file not in headers and "/" not in file)
-    if not unlisted:
-        return []
-    verb = "is" if len(unlisted) == 1 else "are"
-    message = f"{listed(unlisted, 3)} {verb} there, but {index} does not name {'it' if len(unlisted) == 1 else 'them'}"
-    step = "What loads by the index does not read it: of another save, or the index is not of these files."
-    return [Finding.of("unlisted-file", message, unlisted[0], next_step=step)]
-
-
 def _other_weights(files: Mapping[str, int]) -> list[Finding]:
     """Name files in which torch.save keeps weights: they are not read, and may be of another save."""
     other = sorted(filter(_OTHER_WEIGHTS.fullmatch, files))
@@ -189,31 +177,6 @@ def _other_weights(files: Mapping[str, int]) -> list[Finding]:
     return [Finding.of("other-weights", message, other[0], next_step=step)]
 
 
-def _missing_of_set(headers: Mapping[str, Header], files: Mapping[str, int]) -> list[Finding]:
-    """Name the files that a set lacks: `model-00001-of-00003.safetensors` says that there are three.
-
-    One that is there, though an index does not name it, is not missing. Of DCP's shards not every rank has a part of
-    each file, but each file has a part from some rank.
-    """
-    sets: dict[tuple[str, int], set[int]] = {}
-    for file in headers:
-        match = _OF_SEVERAL.fullmatch(file)
-        if match:
-            sets.setdefault((match["stem"], int(match["count"])), set()).add(int(match["number"]))
-    problems = []
-    for (stem, count), there in sets.items():
-        missing = [
-            file
-            for number in range(1, count + 1)
-            if number not in there and (file := f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}") not in files
-        ]
-        if missing:
-            message = f"{len(missing):,} of {count:,} files are missing: {listed(missing, 3)}"
-            step = "Copy them here again."
-            problems.append(Finding.of("missing-file", message, missing[0], next_step=step))
-    return problems
-
-
 def _header(storage: Storage, file: str, nbytes: int) -> Header:
     try:
         return read_header(lambda at, n: storage.read(file, at, n), nbytes)
@@ -221,21 +184,6 @@ def _header(storage: Storage, file: str, nbytes: int) -> Header:
         raise MetadataError(f"{join(storage.root, file)}: {error}") from error
     except UnsupportedError as error:
         raise UnsupportedError(f"{join(storage.root, file)}: {error.message}", next_step=error.next_step) from error
-
-
-def _weight_map(storage: Storage, index: str, nbytes: int) -> dict[str, str]:
-    path = join(storage.root, index)
-    if nbytes > MAX_INDEX_NBYTES:
-        raise MetadataError(f"{path} has {nbytes:,} bytes, more than any index needs")
-    try:
-        weight_map = json.loads(storage.read(index, 0, nbytes))["weight_map"]
-        named = {str(fqn): str(file) for fqn, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise MetadataError(f"{path} is not an index with a weight_map: {type(error).__name__}: {error}") from None
-    for fqn, file in named.items():
-        if not is_inside(file):
-            raise MetadataError(f"{path} places {fqn!r} in {file!r}, outside the folder; refused")
-    return named
 
 
 _Part = tuple[Box, str, Extent, bool]  # box in the whole tensor, dtype, where it is, whether the file says it is a part
@@ -281,19 +229,3 @@ def _entry(fqn: str, parts: list[_Part], table: ChunkTable, problems: list[Findi
             # The format does not record the whole shape: it is where the farthest part ends.
             shape = tuple(max(n, a + b) for n, a, b in zip(shape, *box, strict=True))
     return TensorEntry(fqn, dtype, shape, None, table.chunks_since(mark, ndim), tuple(replicas))
-
-
-def _index_problems(
-    index: str, weight_map: Mapping[str, str], parts: Mapping[str, list[_Part]], headers: Mapping[str, Header]
-) -> list[Finding]:
-    problems = []
-    for fqn, file in weight_map.items():
-        if file in headers and not any(item.file == file for _, _, item, _ in parts.get(fqn, ())):
-            message = f"{index} says {fqn!r} is in {file}, but it is not"
-            step = "The set is damaged or mixed from two saves; copy or export it again."
-            problems.append(Finding.of("missing-tensor", message, file, fqn, next_step=step))
-    for fqn in parts:
-        if fqn not in weight_map:
-            message = f"{fqn!r} is in {parts[fqn][0][2].file} but not in {index}"
-            problems.append(Finding.of("unlisted-tensor", message, parts[fqn][0][2].file, fqn))
-    return problems

@@ -55,9 +55,9 @@ class Builder:
         self._again: dict[str, int] = {}
         self.problems: list[Finding] = [problem for file in self._files.values() for problem in file.problems]
 
-    def views(self) -> dict[str, TensorView]:
-        """Return the views of all tensors so far, by fqn: of one that is in several pieces the last."""
-        return {fqn: view for (fqn, _, _), view in self._source.views.items()}
+    def views(self, file: str) -> dict[str, TensorView]:
+        """Return the views of all tensors of a file so far, by fqn."""
+        return {fqn: view for (fqn, _, name), view in self._source.views.items() if name == file}
 
     def add_value(self, fqn: str, path: Path, value: Any, file: TorchFile) -> None:
         """Add what a file's pickle holds at a path: a tensor that is whole in that file, or an object."""

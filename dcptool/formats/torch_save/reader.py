@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.checkpoint import Checkpoint
@@ -10,7 +10,7 @@ from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import is_contiguous, volume
 from dcptool.errors import MetadataError
 from dcptool.formats.torch_save.build import Builder
-from dcptool.formats.torch_save.files import load_file
+from dcptool.formats.torch_save.files import TorchFile, load_file
 from dcptool.formats.torch_save.flatten import leaves
 from dcptool.formats.torch_save.format import TORCH_SAVE
 from dcptool.pickles.tensors import TensorView
@@ -36,18 +36,34 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
     """
     file = load_file(storage, name, files[name])
     builder = Builder(storage, [file])
-    # A value takes two bytes at the least; more of them means shared dicts that multiply.
-    limit = 1000 + file.pickle_nbytes
     try:
-        for count, (path, value) in enumerate(leaves(file.root)):
-            if count > limit:
-                raise MetadataError(f"it stands for more than {limit:,} entries")
-            builder.add_value(".".join(map(str, path)) or ROOT_NAME, path, value, file)
+        add_values(builder, file)
     except MetadataError as error:
         raise MetadataError(f"{join(storage.root, name)}: {error}") from error
-    builder.problems += _storage_notes(builder.views(), name)
     evidence = ("a torch.save zip",)
     return builder.checkpoint(name, TORCH_SAVE, "torch.save", evidence, {name: files[name]})
+
+
+def add_values(builder: Builder, file: TorchFile, is_new: Callable[[str], bool] = lambda fqn: True) -> None:
+    """Add everything that a file holds, and what there is to note of its storages.
+
+    Args:
+        builder: of the checkpoint.
+        file: one of its files.
+        is_new: asked for each name whether it is to be added.
+
+    Raises:
+        MetadataError: it stands for more than it can hold.
+    """
+    # A value takes two bytes at the least; more of them means shared dicts that multiply.
+    limit = 1000 + file.pickle_nbytes
+    for count, (path, value) in enumerate(leaves(file.root)):
+        if count > limit:
+            raise MetadataError(f"it stands for more than {limit:,} entries")
+        fqn = ".".join(map(str, path)) or ROOT_NAME
+        if is_new(fqn):
+            builder.add_value(fqn, path, value, file)
+    builder.problems += _storage_notes(builder.views(file.name), file.name)
 
 
 def _storage_notes(views: Mapping[str, TensorView], file: str) -> list[Finding]:

@@ -28,7 +28,7 @@ _AGAIN = "Copy it again from where it was saved; dcptool verify --deep shows wha
 def load_files(
     checkpoint: Checkpoint, *, trust: bool = False, progress: Callable[[int], None] | None = None
 ) -> LoadReport:
-    """Load every file of a `.pt` or safetensors checkpoint, and give up at once what was loaded.
+    """Load every file of a checkpoint of torch.save or safetensors files, and give up at once what was loaded.
 
     Args:
         checkpoint: an open one, on a local (or mounted) file system.
@@ -56,17 +56,21 @@ def load_files(
 
 
 def _load_pt(checkpoint: Checkpoint, version: str, trust: bool) -> list[Finding]:
-    """Load a `.pt` file; what it takes code to load is not proven, and no damage."""
-    import torch
-
-    name = checkpoint.name
+    """Load `.pt` files; what it takes code to load is not proven, and no damage."""
     unsafe = [found for found in checkpoint.problems if found.is_error and found.traits.effect is Effect.UNSAFE]
     if unsafe and not trust:
         message = f"{unsafe[0].message}, so torch was not asked"
-        return [Finding.of("unsafe-metadata", message, name, next_step=DO_NOT_LOAD)]
+        return [Finding.of("unsafe-metadata", message, unsafe[0].file, next_step=DO_NOT_LOAD)]
+    names = [name for name in checkpoint.files if not checkpoint.format.is_metadata(name)]
+    return [found for name in names for found in _load_one(join(checkpoint.root, name), name, version, trust)]
+
+
+def _load_one(path: str, name: str, version: str, trust: bool) -> list[Finding]:
+    import torch
+
     try:
         with quiet():
-            torch.load(checkpoint.path, map_location="cpu", weights_only=not trust, mmap=True)
+            torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
     except (ImportError, AttributeError) as error:
         message = f"torch {version} did not load it, not proven: {one_line(error)}"
         step = "What it holds loads only where the packages of its classes are installed."
