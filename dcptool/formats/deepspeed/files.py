@@ -107,14 +107,19 @@ def load_all(storage: Storage, sizes: Mapping[str, int], names: Sequence[str], p
     return loaded
 
 
+_ZIP, _END, _END_NBYTES = b"PK\x03\x04", b"PK\x05\x06", 22
+_TAIL_NBYTES = 1024
+"""Read to find the end of a zip's directory, which zeros may follow."""
 _AGAIN = "Copy it again from where it was saved, or resume from another step."
 
 
 def _what(storage: Storage, name: str, nbytes: int) -> str:
     """Return whether a file that is no whole zip is cut short, or something else."""
-    is_zip = storage.read(name, 0, min(nbytes, 4)) == b"PK\x03\x04"
-    has_end = b"PK\x05\x06" in storage.read(name, max(0, nbytes - 64), min(nbytes, 64))
-    return "short-file" if not nbytes or (is_zip and not has_end) else "bad-file"
+    if not nbytes:
+        return "short-file"
+    is_zip = storage.read(name, 0, min(nbytes, len(_ZIP))) == _ZIP
+    tail = storage.read(name, max(0, nbytes - _TAIL_NBYTES), min(nbytes, _TAIL_NBYTES))
+    return "short-file" if is_zip and _END not in tail[: len(tail) - _END_NBYTES + len(_END)] else "bad-file"
 
 
 def model_file(file: TorchFile) -> ModelFile:
