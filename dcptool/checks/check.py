@@ -30,7 +30,6 @@ from dcptool.checks.split import Split, alone
 from dcptool.errors import LayoutError
 from dcptool.storage import Progress
 
-
 _TAKES_BOXES = ("missing-file", "short-file", "bad-partition")
 """Findings on files that explain holes where boxes are in files only."""
 

@@ -67,7 +67,7 @@ def test_as_it_was_saved_it_is_whole(name, level):
     verdict = verdict_on(fixture(name), level)
     assert (verdict.state, verdict.resume.framework, verdict.resumable) == (State.COMPLETE, STEPS[name], True)
     if name.startswith("ds_"):
-        assert {finding.kind for finding in verdict.findings} <= {"other-weights"}
+        assert {finding.kind for finding in verdict.findings} <= {"copies-left-out"}
         return
     [note] = verdict.findings
     assert note.kind == "tensors-not-read"

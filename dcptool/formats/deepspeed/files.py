@@ -91,7 +91,9 @@ class OptimizerFile(NamedTuple):
     rest: dict[Any, Any]
 
 
-def load_all(storage: Storage, sizes: Mapping[str, int], names: Sequence[str], problems: list[Finding]) -> list[TorchFile]:
+def load_all(
+    storage: Storage, sizes: Mapping[str, int], names: Sequence[str], problems: list[Finding]
+) -> list[TorchFile]:
     """Load files of torch.save; of those that cannot be loaded say why."""
     loaded = []
     for name in names:

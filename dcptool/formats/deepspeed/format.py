@@ -60,4 +60,5 @@ DEEPSPEED = Format(
     owns_folder=True,
     saved_by_ranks=True,
     boxes_in_files=True,
+    cuts_flat=True,
 )

@@ -11,7 +11,6 @@ from dcptool.formats.torch_save.build import Builder, Piece
 from dcptool.formats.torch_save.files import TorchFile
 from dcptool.formats.torch_save.flatten import Path, leaves
 
-
 FP32 = "fp32"
 """What a parameter is called among what there is of it."""
 

@@ -53,7 +53,9 @@ def needed(shapes: Mapping[str, Ints], alignments: Sequence[int] = ()) -> int:
 
 
 def cut_groups(
-    groups: Sequence[Mapping[str, Ints]], partitions: Sequence[int], ranks: Sequence[int],
+    groups: Sequence[Mapping[str, Ints]],
+    partitions: Sequence[int],
+    ranks: Sequence[int],
     alignments: Sequence[Sequence[int]] | None,
 ) -> Cuts:
     """Lay out parameters as stages 1 and 2 do.

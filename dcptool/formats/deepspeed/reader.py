@@ -71,7 +71,10 @@ def open_deepspeed(storage: Storage, files: Mapping[str, int], name: str = "") -
 
 
 def _understood(
-    by_rank: Mapping[int, str], loaded: Mapping[str, TorchFile], understand: Callable[[TorchFile], _T], problems: list[Finding]
+    by_rank: Mapping[int, str],
+    loaded: Mapping[str, TorchFile],
+    understand: Callable[[TorchFile], _T],
+    problems: list[Finding],
 ) -> dict[int, _T]:
     found = {}
     for rank, name in by_rank.items():
@@ -93,7 +96,10 @@ def _refuse_experts(model: ModelFile) -> None:
 
 
 def _add_zero(
-    names: Names, model_files: Mapping[int, ModelFile], optimizers: Mapping[int, OptimizerFile], files: Mapping[str, int]
+    names: Names,
+    model_files: Mapping[int, ModelFile],
+    optimizers: Mapping[int, OptimizerFile],
+    files: Mapping[str, int],
 ) -> str:
     """Add what ranks' files hold together, and return what they are called."""
     model = model_files[min(model_files)] if model_files else None
@@ -199,9 +205,13 @@ def _add_frozen(
 
 
 def _add_settings(
-    names: Names, model: ModelFile | None, of_groups: Sequence[Mapping[Any, Any]], rest: Mapping[Any, Any], file: TorchFile
+    names: Names,
+    model: ModelFile | None,
+    of_groups: Sequence[Mapping[Any, Any]],
+    rest: Mapping[Any, Any],
+    file: TorchFile,
 ) -> None:
-    """Add torch's parameter groups, with the names of parameters where they count flat groups, and what else there is."""
+    """Add torch's parameter groups, with names where they count flat groups, and what else the optimizer has."""
     groups = model.groups if model else []
     for index, settings in enumerate(of_groups):
         counted = settings.get("params")
@@ -232,9 +242,9 @@ def _add_module(names: Names, model: ModelFile) -> None:
             names.add_value(name, (name,), value, model.file)
     if copies:
         kinds = listed(sorted({view.dtype for view in copies}), _MAX_NAMED, counted=False)
-        message = f"{len(copies):,} parameters in {kinds} in {model.file.name} are not read:"
-        message += " the optimizer's in fp32 are"
-        names.problems.append(Finding.of("other-weights", message, model.file.name))
+        of_module = f"the model's own copies of {plural(len(copies), 'parameter')} in {model.file.name} ({kinds})"
+        message = f"{of_module} are left out: the optimizer's in fp32 are read"
+        names.problems.append(Finding.of("copies-left-out", message, model.file.name))
 
 
 def _view(value: Any) -> TensorView | None:

@@ -113,7 +113,12 @@ def _sound(names: Names, optimizers: Mapping[int, OptimizerFile], layout: Cuts, 
 
 
 def _add(
-    names: Names, kind: str, name: str, shape: Ints, parts: Sequence[Stretch], views: Mapping[int, Mapping[int, TensorView]],
+    names: Names,
+    kind: str,
+    name: str,
+    shape: Ints,
+    parts: Sequence[Stretch],
+    views: Mapping[int, Mapping[int, TensorView]],
     optimizers: Mapping[int, OptimizerFile],
 ) -> None:
     """Add one tensor of flat parts: a parameter, or what the optimizer keeps for it."""
