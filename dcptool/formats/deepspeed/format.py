@@ -61,4 +61,5 @@ DEEPSPEED = Format(
     saved_by_ranks=True,
     boxes_in_files=True,
     cuts_flat=True,
+    pointer="latest",
 )

@@ -59,7 +59,7 @@ def open_deepspeed(storage: Storage, files: Mapping[str, int], name: str = "") -
         universal.add_all(names, params, loaded, model)
         settings = universal.settings_of(loaded)
         if settings:
-            _add_settings(names, model, *settings)
+            _add_settings(names, model, settings.groups, settings.rest, settings.file)
     else:
         flavour = _add_zero(names, model_files, optimizer_files, files)
     if model:

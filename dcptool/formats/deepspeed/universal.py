@@ -6,7 +6,7 @@ Source: deepspeed 0.19.8, checkpoint/ds_to_universal.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import volume
@@ -49,15 +49,34 @@ def wanted(files: Iterable[str]) -> list[str]:
     return sorted(name for name in files if name.endswith(_SUFFIX))
 
 
-def settings_of(loaded: Mapping[str, TorchFile]) -> tuple[list[Mapping[Any, Any]], dict[Any, Any], TorchFile] | None:
-    """Return the settings of the optimizer's groups, what else its file says, and the file; None if there is none."""
+class Settings(NamedTuple):
+    """What the optimizer's own file says.
+
+    Attributes:
+        file: the file.
+        groups: settings of each of torch's parameter groups.
+        steps: of each flat group the steps taken; of ZeRO-3 they are nowhere else.
+        rest: what else is in it, by key.
+    """
+
+    file: TorchFile
+    groups: list[Mapping[Any, Any]]
+    steps: dict[int, Any]
+    rest: dict[Any, Any]
+
+
+def settings_of(loaded: Mapping[str, TorchFile]) -> Settings | None:
+    """Return what the optimizer's own file says, None if there is none."""
     file = loaded.get(_SETTINGS)
     state = mapping_of(file.root) if file else None
     if file is None or state is None:
         return None
-    groups = state.get("param_groups")
+    inner = mapping_of(state.get("optimizer_state_dict")) or {}
+    groups = state.get("param_groups", inner.get("param_groups"))
+    by_group = (mapping_of(inner.get("state")) or {}).items()
+    steps = {at: step for at, one in by_group if (step := (mapping_of(one) or {}).get(_STEP)) is not None}
     found = [mapping_of(group) or {} for group in groups] if isinstance(groups, list) else []
-    return found, rest_of(state), file
+    return Settings(file, found, steps, rest_of(state))
 
 
 def add_all(names: Names, files: Mapping[str, int], loaded: Mapping[str, TorchFile], model: ModelFile | None) -> None:
@@ -77,11 +96,16 @@ def add_all(names: Names, files: Mapping[str, int], loaded: Mapping[str, TorchFi
         if parameter:
             kinds.setdefault(parameter, set()).add(kind)
     names.problems += _missing(kinds, trained)
+    settings = settings_of(loaded)
     for parameter, found in kinds.items():
         for kind in sorted(found, key=lambda kind: (kind != FP32, kind)):
             file = loaded.get(file_of(parameter, kind))
             if file:
                 _add(names, parameter, kind, file, shapes)
+    for group, of_group in enumerate(model.groups if model and settings else []):
+        for parameter in of_group:
+            if settings and group in settings.steps and _STEP not in kinds.get(parameter, {_STEP}):
+                names.add_value(*named(_STEP, parameter), settings.steps[group], settings.file)
 
 
 def _split(path: str) -> tuple[str, str]:

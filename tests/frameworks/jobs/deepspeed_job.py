@@ -12,8 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-os.environ.update(DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
-
 import torch
 
 KINDS = {
@@ -73,11 +71,10 @@ def groups_of(model):
 
 def train(run, kind):
     import deepspeed
-    import deepspeed.comm.torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    deepspeed.comm.torch.build_shm_op = lambda: None  # nothing is compiled
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # nothing is compiled
     deepspeed.init_distributed("gloo")
     rank, n_ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(5)
@@ -85,6 +82,7 @@ def train(run, kind):
     config = {
         "train_micro_batch_size_per_gpu": 8 // n_ranks,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "betas": [0.9, 0.95], "torch_adam": True}},
+        "gradient_clipping": 1.0,
         **KINDS[kind],
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config)
@@ -115,7 +113,10 @@ def read(run, kind, target):
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     found, universal = {}, Path(run, "universal")
-    if kind not in ("zero0", "bf16_optimizer"):  # which zero_to_fp32 refuses
+    if kind == "zero0":
+        module = torch.load(f"{run}/global_step3/mp_rank_00_model_states.pt", weights_only=False)["module"]
+        found = {name: told(value) for name, value in module.items()}
+    elif kind != "bf16_optimizer":  # which zero_to_fp32 refuses
         state = get_fp32_state_dict_from_zero_checkpoint(run, "global_step3")
         found = {
             name: told(value if isinstance(value, torch.Tensor) else value.contiguous())
@@ -148,4 +149,5 @@ def read(run, kind, target):
 
 
 if __name__ == "__main__":
+    os.environ.update(DS_ACCELERATOR="cpu", DS_BUILD_OPS="0")
     read(*sys.argv[1:]) if len(sys.argv) > 3 else train(*sys.argv[1:])
