@@ -41,9 +41,9 @@ def is_model_file(name: str) -> bool:
 
 
 def rank_of(name: str) -> int | None:
-    """Return the data-parallel rank that wrote a file; None for files of universal checkpoints."""
-    match = _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)
-    return int(match[1] or 0) if match else None
+    """Return the data-parallel rank that wrote a file of partitions; a rank's file of the model may hold none."""
+    match = _OPTIMIZER.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def _world_size(named: Iterable[str], files: Mapping[str, int]) -> int | None:

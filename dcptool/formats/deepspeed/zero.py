@@ -51,7 +51,9 @@ def add_trained(
         for name, shape in shapes.items():
             parts = layout.parts[group, name]
             for kind, views in flats.items():
-                _add(names, kind, name, shape, parts, views, optimizers)
+                at = parts[0].group if parts else group
+                if kind == FP32 or any(at in one.flat.get(kind, {}) for one in optimizers.values()):
+                    _add(names, kind, name, shape, parts, views, optimizers)
             for kind in first.single:
                 _add_single(names, kind, name, group, first)
     if stage < 3:
@@ -137,8 +139,7 @@ def _add(
             pieces += cut_piece(file, view, shape, part.start, part.first, part.numel)
         except DcptoolError as error:
             names.problems.append(_bad(f"{kind} of {name!r} in {file}: {error.message}", file))
-    if pieces or not volume(shape):
-        names.add_tensor(*named(kind, name), dtype, shape, pieces)
+    names.add_tensor(*named(kind, name), dtype, shape, pieces)
 
 
 def cut_piece(file: str, view: TensorView, shape: Ints, start: int, first: int, numel: int) -> list[Piece]:
