@@ -259,7 +259,7 @@ def _step_at(path: str, place: str, checkpoint: Checkpoint) -> FoundStep | None:
 
 def _beside(step: FoundStep, written: Iterable[str]) -> list[str]:
     """Return the files of a step that are of no checkpoint that is written anew, and no marker."""
-    inside = {f"{part}/{name}" if part else name for part in written for name in step.saved.parts[part].usage}
+    inside = {f"{part}/{name}" if part else name for part in written for name in _files_of(step.saved.parts[part])}
     rest = {name for name in step.listing if name not in inside}
     others = [part for part in step.saved.parts if part not in set(written)]
     of_others = {
@@ -271,6 +271,11 @@ def _beside(step: FoundStep, written: Iterable[str]) -> list[str]:
     names |= {name for name in rest if is_manifest_name(base_name(name)) and name not in inside}
     steps = {folder for folder in step.saved.folders if step_number(folder) is not None and folder not in written}
     return sorted(name for name in names if base_name(name) not in _MARKERS and name.partition("/")[0] not in steps)
+
+
+def _files_of(checkpoint: Checkpoint) -> set[str]:
+    """Return the files that make up a checkpoint, those of ranks that had nothing to put into theirs too."""
+    return {*checkpoint.usage, *(checkpoint.files if checkpoint.format.boxes_in_files else ())}
 
 
 def fixed_message(step: FoundStep, names: Sequence[str]) -> str:

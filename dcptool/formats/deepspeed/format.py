@@ -40,6 +40,10 @@ def is_model_file(name: str) -> bool:
     return _MODEL.fullmatch(name) is not None
 
 
+def _is_own(name: str) -> bool:
+    return is_model_file(name) or _OPTIMIZER.fullmatch(name) is not None
+
+
 def rank_of(name: str) -> int | None:
     """Return the data-parallel rank that wrote a file of partitions; a rank's file of the model may hold none."""
     match = _OPTIMIZER.fullmatch(name)
@@ -55,6 +59,7 @@ DEEPSPEED = Format(
     "deepspeed",
     "DeepSpeed's load_checkpoint",
     is_metadata=is_model_file,
+    is_own=_is_own,
     rank_of=rank_of,
     world_size=_world_size,
     owns_folder=True,
