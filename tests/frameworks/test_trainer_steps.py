@@ -254,7 +254,8 @@ HEALTHY = {
     ),
     "Trainer, DeepSpeed": (
         "checkpoint-30",
-        "model.safetensors global_step30/mp_rank_00_model_states.pt rng_state_0.pth trainer_state.json latest",
+        "model.safetensors global_step30/mp_rank_00_model_states.pt rng_state_0.pth rng_state_1.pth latest "
+        "trainer_state.json",
         "transformers Trainer with DeepSpeed",
         True,
     ),
