@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dcptool.ops.interval import optimal_interval, read_cadence
     from dcptool.ops.latest import find_latest, find_steps
     from dcptool.ops.mark import mark_complete
+    from dcptool.ops.prune.archive import archive_steps
     from dcptool.ops.prune.delete import delete_steps
     from dcptool.ops.prune.plan import plan_prune
     from dcptool.ops.report.report import write_report
@@ -40,6 +41,7 @@ __all__ = [
     "State",
     "TensorEntry",
     "VerifyOptions",
+    "archive_steps",
     "check",
     "compare",
     "convert",
@@ -75,6 +77,7 @@ _MODULES = {
     "ops.interval": ("optimal_interval", "read_cadence"),
     "ops.latest": ("find_latest", "find_steps"),
     "ops.mark": ("mark_complete",),
+    "ops.prune.archive": ("archive_steps",),
     "ops.prune.delete": ("delete_steps",),
     "ops.prune.plan": ("plan_prune",),
     "ops.report.report": ("write_report",),

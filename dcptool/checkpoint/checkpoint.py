@@ -34,7 +34,7 @@ class Checkpoint(Mapping[str, Entry]):
     Attributes:
         root: path or URL of the folder the files are in.
         name: what was opened inside `root`: "" for the folder, else a file's name.
-        format: the on-disk format, a value; its `name` is "dcp", "torch_save" or "safetensors".
+        format: the on-disk format, a value; its `name` is "dcp", "torch_save", …
         flavour: which software's variant of the format, such as "torch DCP".
         evidence: what that is concluded from, one short phrase each.
         entries: fqn → entry, in the order of the metadata.
@@ -112,6 +112,11 @@ class Checkpoint(Mapping[str, Entry]):
                 use = usage.get(item.file, FileUse(0, 0, 0))
                 usage[item.file] = FileUse(use.items + 1, use.nbytes + item.nbytes, max(use.end, item.span[1]))
         return usage
+
+    @property
+    def own_files(self) -> set[str]:
+        """The files that it is made of, where the format knows them those of ranks that had nothing to save too."""
+        return {*self.usage, *(self.files if self.format.boxes_in_files else ())}
 
     def changed(self) -> str:
         """Return a file of it that came, went or was written since its metadata was read; "" if none did.

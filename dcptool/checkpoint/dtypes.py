@@ -29,6 +29,7 @@ class DType(NamedTuple):
         safetensors: its code in a safetensors header, None where the format cannot hold it.
         storage: torch's typed storage class that implies it in a pickle, None for newer types.
         unpack: struct code, or (exponent bits, mantissa bits, bias, flavour) of a small float.
+        since: first version of torch that has it, of those that read DCP as it is written today.
     """
 
     name: str
@@ -37,6 +38,7 @@ class DType(NamedTuple):
     safetensors: str | None = None
     storage: str | None = None
     unpack: str | tuple[int, int, int, str] | None = None
+    since: tuple[int, int] = (2, 2)
 
 
 _TYPES = (
@@ -48,8 +50,8 @@ _TYPES = (
     DType("float8_e4m3fnuz", 1, "float8_e4m3fnuz", "F8_E4M3FNUZ", None, (4, 3, 8, "fnuz")),
     DType("float8_e5m2", 1, "float8_e5m2", "F8_E5M2", None, (5, 2, 15, "ieee")),
     DType("float8_e5m2fnuz", 1, "float8_e5m2fnuz", "F8_E5M2FNUZ", None, (5, 2, 16, "fnuz")),
-    DType("float8_e8m0fnu", 1, "float8_e8m0fnu", "F8_E8M0", None, (8, 0, 127, "fnu")),
-    DType("float4_e2m1fn_x2", 1, "uint8", "F4", None, "B"),
+    DType("float8_e8m0fnu", 1, "float8_e8m0fnu", "F8_E8M0", None, (8, 0, 127, "fnu"), (2, 7)),
+    DType("float4_e2m1fn_x2", 1, "uint8", "F4", None, "B", (2, 8)),
     DType("complex128", 16, "complex128", None, "ComplexDoubleStorage", "dd"),
     DType("complex64", 8, "complex64", "C64", "ComplexFloatStorage", "ff"),
     DType("complex32", 4, "complex32", None, None, "ee"),
@@ -57,9 +59,9 @@ _TYPES = (
     DType("int32", 4, "int32", "I32", "IntStorage", "i"),
     DType("int16", 2, "int16", "I16", "ShortStorage", "h"),
     DType("int8", 1, "int8", "I8", "CharStorage", "b"),
-    DType("uint64", 8, "uint64", "U64", None, "Q"),
-    DType("uint32", 4, "uint32", "U32", None, "I"),
-    DType("uint16", 2, "uint16", "U16", None, "H"),
+    DType("uint64", 8, "uint64", "U64", None, "Q", (2, 3)),
+    DType("uint32", 4, "uint32", "U32", None, "I", (2, 3)),
+    DType("uint16", 2, "uint16", "U16", None, "H", (2, 3)),
     DType("uint8", 1, "uint8", "U8", "ByteStorage", "B"),
     DType("bool", 1, "bool", "BOOL", "BoolStorage", "?"),
     # Known to torch and so recognised, but torch itself cannot bring them through DCP.

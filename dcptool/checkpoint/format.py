@@ -21,7 +21,7 @@ class Format(NamedTuple):
     """One on-disk format.
 
     Attributes:
-        name: "dcp", "torch_save" or "safetensors", in JSON too.
+        name: as it is in JSON: "dcp", "torch_save", …
         loader: what else loads it, for messages.
         suffixes: what names of its files end with, and names of folders do not.
         is_metadata: whether a file, by the last part of its name, says where everything is: it is written last,

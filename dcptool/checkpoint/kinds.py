@@ -95,6 +95,9 @@ KINDS = {
         may_be_whole=True,
     ),
     "not-resumable": _warning("it is complete, and lacks what a resume needs, as one saved for its weights alone"),
+    "begins-anew": _note(
+        "after resharding, ranks that are new have no file of their own; their trainer goes on, and begins that anew"
+    ),
     "tensors-not-read": _note("its trainer's files are there and whole, and dcptool reads no tensor of them"),
     "empty": _error("there is nothing in the folder", _MISSING, unfinished=True),
     # No checkpoint dcptool checks.

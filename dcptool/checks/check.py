@@ -200,7 +200,7 @@ def _unverifiable(tally: Tally) -> list[Finding]:
     if not tally.n_unverifiable:
         return []
     share = "all" if tally.n_unverifiable == tally.n_items else f"{tally.n_unverifiable:,} of {tally.n_items:,}"
-    message = f"{share} item{'s' * (tally.n_items != 1)} ({tally.unverifiable_nbytes:,} bytes) are stored without "
-    message += "checksums: not verifiable"
+    what = "the one item is" if tally.n_items == 1 else f"{share} items are"
+    message = f"{what} stored without checksums ({tally.unverifiable_nbytes:,} bytes): not verifiable"
     step = "What is there was read; whether it is what was saved only a marker with checksums can tell."
     return [Finding.of("not-verifiable", message, next_step=step)]

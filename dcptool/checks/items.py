@@ -249,7 +249,7 @@ class _Scan:
             self._add("unsupported-item", placed, message, how_to_load(foreign))
         again = placed.item in self._read_whole  # each tensor of a `.pt` has all its records
         unsure = all(record.crc32 is None for record in records if record.nbytes)
-        nbytes = sum(record.nbytes for record in records) if unsure else 0
+        nbytes = sum(record.nbytes for record in records) if unsure and not again else 0
         n_read = sum(self._read(placed, record) for record in records) if self._wanted.deep and not again else 0
         if not self._checkpoint.format.items_apart:
             self._read_whole.add(placed.item)

@@ -56,15 +56,18 @@ def resume_of(step: SavedStep, side_files: Collection[str], as_it_is: bool = Fal
     missing = [(name, holds) for name, holds in profile.missing(step) if name not in told]
     lacks = profile.lacks(step)
     if as_it_is:
-        lacks += [f"{name} ({holds})" for name, holds in missing]
+        anew = [(name, holds) for name, holds in missing if profile.goes_on_without(name)]
+        lacks += [f"{name} ({holds})" for name, holds in missing if (name, holds) not in anew]
+        notes = _begin_anew(anew, profile.name)
     else:
+        notes = []
         finished = step.has(profile.last_written) and profile.last_written not in dict(missing)
         problems += _missing(missing, profile.name, _LOST if finished else _DIED)
     resumable = not problems and not lacks
     if lacks and not problems:
         message = f"it lacks {listed(lacks, MAX_NAMED)}, which {profile.name} resumes with: that would start anew"
         problems.append(Finding.of("not-resumable", message))
-    return Resume(profile.name, resumable, tuple(lacks)), problems
+    return Resume(profile.name, resumable, tuple(lacks)), [*problems, *notes]
 
 
 def is_known(step: SavedStep) -> bool:
@@ -89,13 +92,28 @@ def rank_in(name: str) -> int | None:
     return int(match[2]) if match else None
 
 
+def _by_kind(lacking: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, holds in lacking:
+        found.setdefault(holds, []).append(name)
+    return found
+
+
+def _begin_anew(lacking: Iterable[tuple[str, str]], trainer: str) -> list[Finding]:
+    """Return a note for each kind of file that ranks do not find and go on without."""
+    notes = []
+    for holds, names in _by_kind(lacking).items():
+        which = f"{listed(names, MAX_NAMED, counted=False)} {'is' if len(names) == 1 else 'are'} not there"
+        ranks = "the rank that looks for it goes" if len(names) == 1 else "the ranks that look for them go"
+        message = f"{which}: {trainer} resumes all the same, {ranks} on with new {holds}"
+        notes.append(Finding.of("begins-anew", message, names[0]))
+    return notes
+
+
 def _missing(lacking: Iterable[tuple[str, str]], trainer: str, next_step: str) -> list[Finding]:
     """Return a finding for each kind of file that is missing, however many ranks' files are."""
-    by_kind: dict[str, list[str]] = {}
-    for name, holds in lacking:
-        by_kind.setdefault(holds, []).append(name)
     problems = []
-    for holds, names in by_kind.items():
+    for holds, names in _by_kind(lacking).items():
         which = listed(names, MAX_NAMED, counted=False)
         message = f"{which} {'is' if len(names) == 1 else 'are'} missing: {holds}, which {trainer} resumes with"
         problems.append(Finding.of("missing-side-file", message, names[0], next_step=next_step))

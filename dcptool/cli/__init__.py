@@ -114,6 +114,8 @@ def _commands(error: SeveralCheckpointsError) -> str:
     if any(step_number(part.rpartition("/")[2]) is not None for part in error.parts):
         run = os.path.commonpath(error.parts) if "://" not in error.path else error.path
         lines.append(f"The newest complete step is what {shlex.join(['dcptool', 'latest', run])} prints.")
+    if error.next_step:
+        lines.append(error.next_step)
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -35,9 +36,20 @@ from dcptool.cli import options
     default=True,
     help="Leave configuration, tokenizer and what else belongs to a folder.",
 )
+@options.torch
 @options.also
 @options.rank
+@click.option(
+    "--workers", type=click.IntRange(1), metavar="N", help="Processes that share the work, of a folder.  [default: 1]"
+)
 @options.threads
+@click.option(
+    "--timeout",
+    type=options.DURATION,
+    default="5m",
+    show_default=True,
+    help="Give up one of several processes that shows no sign of life for so long.",
+)
 @click.option(
     "--engine",
     type=click.Choice(["stream", "torch"]),
@@ -61,17 +73,25 @@ def convert(
     """Convert a checkpoint to another format, at the speed of a copy and in constant memory.
 
     SRC is a checkpoint of any format; DST a file (--to torch; --to safetensors if it ends in .safetensors) or a folder.
-    Every checksum of the source is checked on the way: one changed bit, and nothing is written.
+    Every checksum of the source is checked on the way: one changed bit, and nothing is written. Of a step of several
+    checkpoints each goes into the same place below DST, which is a folder then.
+
+    With --workers a few processes share the files of a folder; under torchrun its processes do, on one machine or
+    several.
 
     Exits 1 if --skip-corrupt left something out, or values became infinite, zero or subnormal in a cast.
     """
     from dcptool.checkpoint.selection import Renaming
     from dcptool.cli.progress import bar
-    from dcptool.ops.convert.convert import ConvertOptions
+    from dcptool.groups.torchrun import speaks_for_all, under_torchrun
+    from dcptool.ops.convert.convert import ConvertOptions, convert_together, options_problem
     from dcptool.ops.convert.convert import convert as convert_path
     from dcptool.render.convert import conversion_json, conversion_line, left_out_lines, plan_text
 
     _require_meaning(to, target)
+    together = under_torchrun() and not dry_run
+    if engine == "torch" and together:
+        raise click.UsageError("--engine torch is one process: not under torchrun")
     if engine == "torch":
         from dcptool.ops.convert.torch_engine import convert_with_torch, torch_problem
         from dcptool.words import shown
@@ -85,10 +105,18 @@ def convert(
         return 0
     renaming = Renaming(**{name: chosen.pop(name) for name in Renaming._fields})
     meant = ConvertOptions(renaming=renaming, trust=trust, **chosen)
+    if together or meant.workers:  # torch's own lines on lost connections would bury the one that says what happened
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    if problem := options_problem(meant):
+        raise click.UsageError(problem)
     with bar() as progress:
-        done = convert_path(source, target, to, meant, dry_run=dry_run, progress=progress)
-    show = plan_text if dry_run else conversion_line
-    options.answer(lambda: conversion_json(done), lambda: show(done), done.notes, left_out_lines(done))
+        if together:
+            done = convert_together(source, target, to, meant, progress)
+        else:
+            done = convert_path(source, target, to, meant, dry_run=dry_run, progress=progress)
+    if speaks_for_all():
+        show = plan_text if dry_run else conversion_line
+        options.answer(lambda: conversion_json(done), lambda: show(done), done.notes, left_out_lines(done))
     return 1 if done.corrupt or (done.lost and not allow_overflow) else 0
 
 
@@ -110,6 +138,8 @@ def _require_meaning(to: str, target: str) -> None:
         if unused:
             raise click.UsageError(f"--engine torch converts everything as it is: leave out {', '.join(unused)}")
     options.require_dtype(ctx)
+    if "torch" in names and to != "dcp":
+        raise click.UsageError(f"--torch is about DCP, not --to {to}: leave it out")
     if "nesting" in names and to != "torch":
         raise click.UsageError(f"--nesting is about .pt files, not --to {to}: leave it out")
     if "max_shard_nbytes" in names and (to != "safetensors" or target.endswith(".safetensors")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import click
@@ -30,21 +31,30 @@ def copy(source: str, target: str, dry_run: bool, **chosen: Any) -> int:
     last. Run it again after a failure, and only the rest is moved.
 
     Exits 1 if steps of a run were left, other than those being written.
+
+    Under torchrun each of its processes sends what it sees of one step: node-local disks are read as one, files on
+    shared storage are shared out.
     """
     from dcptool.cli.progress import bar
+    from dcptool.groups.torchrun import speaks_for_all, under_torchrun
     from dcptool.ops.copy.copy import copy_steps
-    from dcptool.ops.copy.step import CopyOptions
+    from dcptool.ops.copy.step import CopyOptions, CopyWatch
+    from dcptool.ops.copy.together import copy_together
     from dcptool.render.copy import copy_json, copy_text, notes, plan_text
-    from dcptool.words import shown
 
-    def say(text: str) -> None:
-        if not options.is_quiet():
-            click.echo(f"note: {shown(text)}", err=True)
-
-    with bar() as progress:
-        expect = progress.expect if progress else None
-        meant = CopyOptions(**chosen)
-        done = copy_steps(source, target, meant, dry_run=dry_run, progress=progress, expect=expect, say=say)
+    meant = CopyOptions(**chosen)
+    if under_torchrun() and meant.also:
+        raise click.UsageError("under torchrun each process sends what it sees itself: without --also")
+    with bar(speaks_for_all()) as progress:
+        expect, say = progress.expect if progress else None, options.noting()
+        if under_torchrun():
+            # torch's own lines on lost connections, with C++ stacks, would bury the one that says what happened.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+            done = copy_together(source, target, meant, CopyWatch(progress, expect, say), dry_run=dry_run)
+        else:
+            done = copy_steps(source, target, meant, dry_run=dry_run, progress=progress, expect=expect, say=say)
+    if not speaks_for_all():
+        return 0 if done.good else 1
     show = plan_text if dry_run else copy_text
     options.answer(lambda: copy_json(done), lambda: show(done), notes(done))
     return 0 if done.good else 1

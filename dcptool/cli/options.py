@@ -111,6 +111,13 @@ def _pair(text: str) -> tuple[str, str]:
     return old, new
 
 
+def _version(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"v?(\d{1,4})\.(\d{1,4})([.+].*)?", text)
+    if match is None:
+        raise ValueError(f"{text[:80]!r} is no version; write 2.2 or 2.4.1")
+    return int(match[1]), int(match[2])
+
+
 DURATION = Parsed("duration", _seconds)
 """A length of time such as 90s, 30m, 2h or 1d; its value is in seconds."""
 BYTE_SIZE = Parsed("size", _nbytes)
@@ -205,6 +212,12 @@ rank = click.option(
     metavar="R",
     help="Where ranks saved values of their own that differ: take those of this one.",
 )
+torch = click.option(
+    "--torch",
+    type=Parsed("version", _version),
+    metavar="VERSION",
+    help="Of DCP: refuse what this torch cannot hold.  [default: the oldest that can hold it all]",
+)
 threads = click.option(
     "--threads", type=click.IntRange(1), default=None, help="Reads at the same time.  [default: by processors]"
 )
@@ -236,6 +249,19 @@ def say(text: str) -> None:
     """Print text on stdout, unless --quiet or --json."""
     if not is_quiet() and not wants_json():
         click.echo(text)
+
+
+def noting() -> Callable[[str], None]:
+    """Return a function that prints a note on stderr, unless --quiet, on whatever thread."""
+    from dcptool.words import shown
+
+    quiet = is_quiet()  # of this thread: others have no context
+
+    def note(text: str) -> None:
+        if not quiet:
+            click.echo(f"note: {shown(text)}", err=True)
+
+    return note
 
 
 def answer(

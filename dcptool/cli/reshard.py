@@ -26,6 +26,7 @@ from dcptool.cli import options
 @click.option("--files", type=click.IntRange(1), metavar="N", help="Keep all boxes; put them into N files.")
 @options.selection
 @options.renaming
+@options.torch
 @options.also
 @options.rank
 @click.option(

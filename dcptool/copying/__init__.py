@@ -33,7 +33,7 @@ come to a tensor together share one reading of it:
                              ▼
               CopyReport.failures: with any of them the output is removed, not published
 
-`copy` (engine) is called by ops/convert, and by each member of ops/reshard for its share of the files, with `shared`:
+`copy` (engine) is called by each process of ops/convert and ops/reshard for its share of the files, with `shared`:
 who gathers all reports calls `settle`. ops/inspect/stats reads bands with a TensorReader of its own and writes nothing.
 
 Memory is bounded in one place, the engine: W writers hold A moves ahead and the one they make, T threads an array of

@@ -6,7 +6,6 @@ Plain data; reads and writes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dcptool.checkpoint.extents import Ints, Record
@@ -92,16 +91,16 @@ class Wanted(NamedTuple):
         objects: "keep", "skip" or "error"; None for what the format does by itself.
         nesting: "auto" to nest as the source's paths say, "flat" for one flat dict; of `.pt` files.
         max_shard_nbytes: size of safetensors shards, in bytes.
-        beside: bytes of files that others put into the folder, by name: a marker lists them.
         merged: what goes into a `.pt` file too, at the top.
+        torch: oldest version of torch that shall read DCP output; None for the oldest that can.
     """
 
     path: str
     objects: str | None = None
     nesting: str = "auto"
     max_shard_nbytes: int = 5_000_000_000
-    beside: Mapping[str, int] = MappingProxyType({})
     merged: Merged | None = None
+    torch: tuple[int, int] | None = None
 
 
 class LaidOut(NamedTuple):
@@ -114,7 +113,7 @@ class LaidOut(NamedTuple):
         skipped: fqns of those that are not.
         notes: worth knowing, one sentence each.
         validate: checks the written output at a path with a library that is not ours, where there is one.
-        last: files that are written after all others, in order: what makes the output complete.
+        last: files that are written after all others, in order: what makes the output complete, but for a marker.
     """
 
     files: tuple[OutputFile, ...]
@@ -124,3 +123,17 @@ class LaidOut(NamedTuple):
     notes: tuple[str, ...]
     validate: Callable[[str], None] = lambda path: None
     last: tuple[OutputFile, ...] = ()
+
+    @property
+    def all_files(self) -> tuple[OutputFile, ...]:
+        """All of them, in the order in which they may be written."""
+        return (*self.files, *self.last)
+
+    def below(self, folder: str) -> LaidOut:
+        """Return it with all names as those of files in a folder."""
+        if not folder:
+            return self
+        files, last = (
+            tuple(file._replace(name=f"{folder}/{file.name}") for file in some) for some in (self.files, self.last)
+        )
+        return self._replace(files=files, last=last)

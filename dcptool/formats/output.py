@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import how_to_load
 from dcptool.checkpoint.selection import Selection
-from dcptool.copying.outputs import LaidOut, Wanted
+from dcptool.copying.outputs import LaidOut, OutputFile, Wanted
 from dcptool.errors import LayoutError, UnsupportedError
 from dcptool.formats.dcp import write as dcp
 from dcptool.formats.safetensors import write as safetensors
@@ -28,6 +28,8 @@ class OutputFormat(NamedTuple):
         is_always_file: whether the output is a file however it is named; else only if its name ends so.
         skips_objects: whether objects are left out if nobody says.
         keeping: says, for a path, what `--objects keep` does and needs.
+        marker: lays out what is written last of all: from the path of the output, all checkpoints in it by their names
+            there, and the bytes of every other file; None if nothing is.
     """
 
     to: str
@@ -36,12 +38,13 @@ class OutputFormat(NamedTuple):
     is_always_file: bool = False
     skips_objects: bool = False
     keeping: Callable[[str], str] = lambda path: " takes them"
+    marker: Callable[[str, Sequence[LaidOut], Mapping[str, int]], OutputFile] | None = None
 
 
 OUTPUT_FORMATS = (
     OutputFormat("torch", torch_save.lay_out, ".pt", is_always_file=True),
     OutputFormat("safetensors", safetensors.lay_out, SUFFIX, skips_objects=True, keeping=safetensors.keeping),
-    OutputFormat("dcp", dcp.lay_out),
+    OutputFormat("dcp", dcp.lay_out, marker=dcp.marker_of_output),
 )
 
 
@@ -106,6 +109,43 @@ def lay_out(checkpoint: Checkpoint, selection: Selection, to: str, wanted: Wante
         )
     laid_out = writer.lay_out(checkpoint, selection.without_objects(), wanted)
     return laid_out._replace(skipped=tuple(item.entry.fqn for item in selection.objects))
+
+
+def lay_out_part(
+    checkpoint: Checkpoint, selection: Selection, to: str, wanted: Wanted, name: str
+) -> tuple[str, LaidOut]:
+    """Lay out one checkpoint of several of a step, in the same place of the output's folder.
+
+    Args:
+        checkpoint, selection, to: as in `lay_out`.
+        wanted: of the whole output, whose path is that of its folder.
+        name: the place.
+
+    Returns:
+        The place of what is written, with the ending that a file has, and its files by their names in the folder.
+
+    Raises:
+        As `lay_out`.
+    """
+    writer = _writer(to)
+    place = f"{name}{writer.suffix}" if writer.is_always_file else name
+    found = lay_out(checkpoint, selection, to, wanted._replace(path=f"{wanted.path.rstrip('/')}/{place}"))
+    return place, found.below(place.rpartition("/")[0] if found.is_file else place)
+
+
+def lay_out_marker(to: str, path: str, parts: Sequence[LaidOut], beside: Mapping[str, int]) -> tuple[OutputFile, ...]:
+    """Lay out what is written last of all, as `OutputFormat.marker`; nothing if the format has no such file."""
+    marker = _writer(to).marker
+    return (marker(path, parts, beside),) if marker else ()
+
+
+def why_no_folder(to: str, path: str) -> str:
+    """Say what to name in place of a path for several checkpoints in a format; "" if it can be their folder."""
+    bare = path.rstrip("/")
+    if not any(bare.lower().endswith(known.format.suffixes) for known in FORMATS):
+        return ""
+    each = "a file" if _writer(to).is_always_file else "a folder"
+    return f"Or name a folder for all of them, such as {bare.rpartition('.')[0]}: each becomes {each} in it."
 
 
 def _writer(to: str) -> OutputFormat:

@@ -25,7 +25,7 @@ ACCELERATE = Profile(
         Needed(("pytorch_model_fsdp_0/",), "the model", given="optimizer_0/"),
         SHARDS,
         Needed(("optimizer_0/", "optimizer.bin", "optimizer.pt"), "the optimizer", resumes=True),
-        Needed(("random_states_{rank}.pkl",), "random generators and the step of gradient accumulation"),
+        Needed(("random_states_{rank}.pkl",), "random generators and the step of gradient accumulation", anew=True),
     ),
     (),
     (

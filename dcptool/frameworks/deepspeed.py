@@ -100,7 +100,7 @@ DEEPSPEED_TRAINER = Profile(
         Needed(("trainer_state.json",), "the transformers Trainer's progress"),
         _LATEST,
         *_NEEDED,
-        Needed(("rng_state_{rank}.pth", "rng_state.pth"), "random generators"),
+        Needed(("rng_state_{rank}.pth", "rng_state.pth"), "random generators", anew=True),
     ),
     extras=_EXTRAS,
     places=_places_below,
@@ -115,7 +115,7 @@ DEEPSPEED_ACCELERATE = Profile(
     (
         _LATEST,
         *_NEEDED,
-        Needed(("random_states_{rank}.pkl",), "random generators and the step of gradient accumulation"),
+        Needed(("random_states_{rank}.pkl",), "random generators and the step of gradient accumulation", anew=True),
     ),
     extras=_EXTRAS,
     places=_places_below,

@@ -34,6 +34,7 @@ _EXTRAS = (
     Extra(r"mp_rank_\d+(_\d+)*/train_dataloader_dprank\d+\.pt", "the data loader", Follow.PER_RANK),
 )
 _TAKEN = (r"iter_.*", "takes every iter_* for a step when it deletes old ones, and stops at a name that is no number")
+_TRACKER = "latest_checkpointed_iteration.txt"
 _of_bridge = any_of(r"train_state\.pt|run_config\.yaml")
 
 MEGATRON = Profile(
@@ -45,6 +46,7 @@ MEGATRON = Profile(
     _EXTRAS,
     last_written="metadata.json",
     taken=_TAKEN,
+    tracker=_TRACKER,
 )
 
 MEGATRON_BRIDGE = Profile(
@@ -60,6 +62,7 @@ MEGATRON_BRIDGE = Profile(
     _EXTRAS,
     last_written="run_config.yaml",
     taken=_TAKEN,
+    tracker=_TRACKER,
 )
 
 _RANK_FILE = re.compile(r"mp_rank_(\d\d(?:_\d{3}){0,2})/(?:model_optim_rng|distrib_optim)\.pt")

@@ -92,6 +92,7 @@ class Needed(NamedTuple):
         unless: an entry that holds the same instead.
         given: a file or folder without which it need not be there.
         fixed: only as many ranks as saved it can load it.
+        anew: a rank that finds none goes on, and begins anew what is in it.
     """
 
     names: tuple[str, ...]
@@ -100,6 +101,7 @@ class Needed(NamedTuple):
     unless: str = ""
     given: str = ""
     fixed: bool = False
+    anew: bool = False
 
     def follows(self, form: str) -> Follow:
         """Return what becomes of the files of one of its names with another number of ranks."""
@@ -115,13 +117,15 @@ class Needed(NamedTuple):
             return []
         if self.unless and any(self.unless in part for part in step.parts.values()):
             return []
-        lacking = [[name for name in expanded(form, places) if not step.has(name)] for form in self.names]
+        wanted = [expanded(form, places) for form in self.names]
         in_folders = any(step.parts)
+        lacking = [(names, [name for name in names if not step.has(name)]) for names in wanted]
 
-        def fits(names: list[str]) -> tuple[int, bool]:
-            return len(names), names[0].endswith("/") is not in_folders
+        def fits(found: tuple[list[str], list[str]]) -> tuple[bool, int, bool]:
+            names, gone = found
+            return len(gone) == len(names), len(gone), names[0].endswith("/") is not in_folders
 
-        return [] if any(not names for names in lacking) else min(lacking, key=fits)
+        return [] if any(not gone for _, gone in lacking) else min(lacking, key=fits)[1]
 
     def is_absent(self, step: SavedStep, places: Places) -> bool:
         """Tell whether nothing at all of it is there."""
@@ -171,6 +175,8 @@ class Profile(NamedTuple):
         counter: pattern of names whose number counts saves, and begins anew when a job goes on.
         progress: what tells the order of such steps, as it only grows.
         taken: pattern of names in a run directory that it takes for steps of its own, and what it does; None: none.
+        tracker: the file in a run directory by which it finds its newest step, by number; "" where it lists the folder.
+        elsewhere: what it does on another number of data-parallel ranks, and must be told; "" where it just goes on.
     """
 
     name: str
@@ -185,6 +191,8 @@ class Profile(NamedTuple):
     counter: str = ""
     progress: Value | None = None
     taken: tuple[str, str] | None = None
+    tracker: str = ""
+    elsewhere: str = ""
 
     def holds(self, name: str) -> str:
         """Return what a file of the step holds; "" for one that is not known."""
@@ -227,6 +235,10 @@ class Profile(NamedTuple):
         for_weights = self._is_for_weights(step, places)
         wanted = [needed for needed in self.needed if not (needed.resumes and for_weights)]
         return [(name, needed.holds) for needed in wanted for name in needed.missing(step, places)]
+
+    def goes_on_without(self, name: str) -> bool:
+        """Tell whether a rank that does not find a file goes on, and begins anew what is in it."""
+        return any(needed.anew and needed.matches(name) for needed in self.needed)
 
     def lacks(self, step: SavedStep) -> list[str]:
         """Return what a step that was saved for its weights alone lacks for a resume, in words; nothing of others."""

@@ -17,4 +17,5 @@ TORCHTITAN = Profile(
     _recognises,
     groups=("optimizer", "lr_scheduler", "train_state"),
     taken=(r".*step-\d+.*", "takes every step-N in a name for its step N, to resume from and to delete"),
+    elsewhere='stops at the data loader unless it is told not to load that: exclude_from_loading = ["dataloader"]',
 )

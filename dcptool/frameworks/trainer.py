@@ -58,7 +58,7 @@ TRAINER = Profile(
         SHARDS,
         Needed(("optimizer_0/", "optimizer.pt", "optimizer.bin"), "the optimizer", resumes=True),
         Needed(("scheduler.pt",), "the learning-rate scheduler", resumes=True),
-        Needed(("rng_state_{rank}.pth", "rng_state.pth"), "random generators", resumes=True),
+        Needed(("rng_state_{rank}.pth", "rng_state.pth"), "random generators", resumes=True, anew=True),
     ),
     (),
     (

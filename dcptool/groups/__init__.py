@@ -2,6 +2,7 @@
 
 together  a work done by a group: torchrun's where it started us, else forked here, watched, ended when one is lost
 sharing   how members share a work and come to one end: `agree`, `contribute`, `values_of`, `blocks`
+asking    rank 0 decides, and asks the others meanwhile for what only they have
 group     membership: meeting, sharing and gathering values, and who is gone
 audience  who is told what a member does, and the removal of what lost members leave
 torchrun  whether torchrun started us, who then talks to the user, and joining its group

@@ -50,7 +50,7 @@ class ProcessGroup:
     ) -> None:
         import torch.distributed as dist
 
-        self.rank, self.size, self._timeout, self._parent, self._hosts = rank, size, timeout, parent, hosts
+        self.rank, self.size, self.timeout, self._parent, self._hosts = rank, size, timeout, parent, hosts
         self._store = dist.PrefixStore("dcptool", store)
         self._n_meetings = 0
         self._given_up: set[int] = set()
@@ -72,7 +72,7 @@ class ProcessGroup:
     def _connect(self, store: Any) -> None:
         import torch.distributed as dist
 
-        limit = timedelta(seconds=self._timeout)
+        limit = timedelta(seconds=self.timeout)
         try:
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=limit)
         except RuntimeError as error:
@@ -83,7 +83,7 @@ class ProcessGroup:
 
     def fail(self) -> None:
         """Tell the others that this member has failed, so that they stop."""
-        with _connected():
+        with connected():
             self._store.set("failed", str(self.rank))
 
     def halt(self) -> None:
@@ -111,7 +111,7 @@ class ProcessGroup:
 
         self._meet()
         box = [value if self.rank == 0 else None]
-        with _connected():
+        with connected():
             dist.broadcast_object_list(box, src=0)
         return box[0]
 
@@ -123,11 +123,11 @@ class ProcessGroup:
         """
         import torch.distributed as dist
 
-        with _connected():
+        with connected():
             self._store.set(f"gave {self.rank}", "")
         self._meet()
         found: list[Any] = [None] * self.size
-        with _connected():
+        with connected():
             dist.all_gather_object(found, value)
         return found
 
@@ -150,7 +150,7 @@ class ProcessGroup:
         """Wait until all members have come here; who left before, or is silent for the whole timeout, is gone."""
         self._n_meetings += 1
         meeting = f"meeting {self._n_meetings}"
-        with _connected():
+        with connected():
             self._store.set(f"{meeting} {self.rank}", "here")
             missing = [rank for rank in range(self.size) if rank != self.rank]
             silences: dict[int, tuple[bytes, float]] = {}
@@ -180,9 +180,9 @@ class ProcessGroup:
             last, silent = silences.get(rank, (beat, 0.0))
             silent = silent + passed if beat == last else 0.0
             silences[rank] = beat, silent
-            if silent > self._timeout:
+            if silent > self.timeout:
                 self._given_up.add(rank)
-                cause = _gone(rank, self.size, self._timeout, came=beat != b"")
+                cause = _gone(rank, self.size, self.timeout, came=beat != b"")
                 joined = f"\n{JOINED}" if self._parent is None and not beat else ""
                 raise WorkerError(self._why(cause + joined))
 
@@ -225,7 +225,7 @@ class ProcessGroup:
 
 
 @contextmanager
-def _connected() -> Iterator[None]:
+def connected() -> Iterator[None]:
     """Turn what torch raises when a connection breaks into an error of ours."""
     try:
         yield

@@ -47,7 +47,12 @@ def agree(group: ProcessGroup, decide: Callable[[], T]) -> T:
         DcptoolError: what it raised, on all members: on the others marked as told by rank 0.
         WorkerError: a member is gone.
     """
-    shared: T | DcptoolError = group.share(_attempt(group, decide) if group.rank == 0 else None)
+    return outcome(group, attempt(group, decide) if group.rank == 0 else None)
+
+
+def outcome(group: ProcessGroup, found: T | DcptoolError | None) -> T:
+    """Return on every member what rank 0 found, or raise it there if it is an error; see `agree`."""
+    shared: T | DcptoolError = group.share(found)
     if isinstance(shared, DcptoolError):
         shared.told_elsewhere = group.rank != 0
         raise shared
@@ -65,7 +70,7 @@ def contribute(group: ProcessGroup, audience: Audience, part: Callable[[], T]) -
     Raises:
         WorkerError: a member is gone.
     """
-    value = _attempt(group, part)
+    value = attempt(group, part)
     if isinstance(value, DcptoolError):
         group.fail()
     return group.gather(Contribution(value, tuple(audience.names)))
@@ -116,8 +121,8 @@ def blocks(names: Sequence[str], n_members: int) -> list[list[str]]:
     return [list(names[start:end]) for start, end in pairwise(bounds)]
 
 
-def _attempt(group: ProcessGroup, action: Callable[[], T]) -> T | DcptoolError:
-    """Return what an action gives, or the error that ends it."""
+def attempt(group: ProcessGroup, action: Callable[[], T]) -> T | DcptoolError:
+    """Return what an action of this member gives, or the error that ends it."""
     try:
         return action()
     except DcptoolError as error:

@@ -6,5 +6,6 @@ guards        what must hold of a source before it is read, and of output before
 following     which files beside a checkpoint go with it, and what is said of the others
 carrying      these files copied
 model_config  the dtype that a model's configuration names
+tracking      the file by which a trainer finds its newest step
 replacing     what --overwrite may replace
 """

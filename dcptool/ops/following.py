@@ -166,6 +166,7 @@ def follow(step: FoundStep, resharded: Iterable[str], n_ranks: int | None) -> Fo
         *([f"left out, for it would be wrong: {named(step, stale)}"] if stale else []),
         *_left_over(step, names),
         *_missing(step),
+        *_elsewhere(step, n_ranks),
     ]
     found = tuple(Carried(name, _target(step, name, n_ranks, carried), step.listing[name]) for name in carried)
     last = step.profile.last_written if step.profile and step.profile.last_written in carried else ""
@@ -259,23 +260,19 @@ def _step_at(path: str, place: str, checkpoint: Checkpoint) -> FoundStep | None:
 
 def _beside(step: FoundStep, written: Iterable[str]) -> list[str]:
     """Return the files of a step that are of no checkpoint that is written anew, and no marker."""
-    inside = {f"{part}/{name}" if part else name for part in written for name in _files_of(step.saved.parts[part])}
+    parts = step.saved.parts
+    inside = {f"{part}/{name}" if part else name for part in written for name in parts[part].own_files}
     rest = {name for name in step.listing if name not in inside}
-    others = [part for part in step.saved.parts if part not in set(written)]
+    others = [part for part in parts if part not in set(written)]
     of_others = {
         join(part, name) if part else name
         for part in others
-        for name in (*step.saved.parts[part].usage, step.saved.parts[part].name or "", *step.saved.parts[part].files)
+        for name in (*parts[part].usage, parts[part].name or "", *parts[part].files)
     }
     names = {*beside(rest), *filter(is_needed, rest), *(rest & of_others)}
     names |= {name for name in rest if is_manifest_name(base_name(name)) and name not in inside}
     steps = {folder for folder in step.saved.folders if step_number(folder) is not None and folder not in written}
     return sorted(name for name in names if base_name(name) not in _MARKERS and name.partition("/")[0] not in steps)
-
-
-def _files_of(checkpoint: Checkpoint) -> set[str]:
-    """Return the files that make up a checkpoint, those of ranks that had nothing to put into theirs too."""
-    return {*checkpoint.usage, *(checkpoint.files if checkpoint.format.boxes_in_files else ())}
 
 
 def fixed_message(step: FoundStep, names: Sequence[str]) -> str:
@@ -387,6 +384,11 @@ def _missing(step: FoundStep) -> list[str]:
     verb = "is" if len(lacking) == 1 else "are"
     trainer = step.profile.name
     return [f"the source lacks {told}, and so does the output: {verb} of what {trainer} loads"] if lacking else []
+
+
+def _elsewhere(step: FoundStep, n_ranks: int | None) -> list[str]:
+    told = step.profile.elsewhere if step.profile and n_ranks not in (None, step.saved.n_ranks) else ""
+    return [f"on another number of data-parallel ranks {step.profile.name} {told}"] if step.profile and told else []
 
 
 def _target(step: FoundStep, name: str, n_ranks: int | None, carried: Sequence[str]) -> str:

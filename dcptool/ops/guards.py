@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import chain
+from typing import Any
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding, errors, state_of
@@ -12,6 +14,8 @@ from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.selection import Selection, selects
 from dcptool.checks.check import check, shown_by_metadata
 from dcptool.checks.copies import apart_notes
+from dcptool.copying.checking import settle
+from dcptool.copying.engine import CopyReport
 from dcptool.copying.outputs import OutputFile
 from dcptool.copying.pool import Pool
 from dcptool.copying.publishing import Target, leftovers
@@ -171,6 +175,29 @@ def require_unchanged(checkpoint: Checkpoint) -> None:
     if changed:
         message = f"{checkpoint.path}: {changed} changed while it was read, nothing was written"
         raise StorageError(message, next_step="Somebody saves there: run this again when that is done.")
+
+
+def require_proven(checkpoint: Checkpoint, reports: Sequence[CopyReport], threads: int, hint: str) -> None:
+    """Refuse a source that changed or is damaged; check the records that several processes read parts of.
+
+    Args:
+        checkpoint: the source.
+        reports: of all who copied from it.
+        threads: how many records are read at the same time.
+        hint: what the user can do, the last line of the message.
+
+    Raises:
+        ItemError: names tensors, files and bytes.
+        StorageError: somebody wrote to it meanwhile.
+    """
+    require_unchanged(checkpoint)
+    partly_read = [found for report in reports for found in report.partly_read]
+    found = chain(*(report.failures for report in reports), settle(checkpoint, partly_read, threads))
+    failures: dict[Any, Finding] = {}
+    for finding in found:
+        failures.setdefault((finding.fqn, finding.file, finding.byte_range), finding)
+    if failures:
+        raise ItemError(damaged(checkpoint, list(failures.values()), hint))
 
 
 def require_same(place: Target, files: Sequence[OutputFile], selection: Selection, part: str = "") -> None:

@@ -55,6 +55,20 @@ def scan(data: bytes, calls: Calls) -> int:
     return machine.position
 
 
+def load_stream(data: bytes, calls: Calls) -> tuple[list[Any], int]:
+    """Load the pickles that a stream of torch.save before 1.6 begins with, as `load` does one.
+
+    Returns:
+        Magic number, version, system, the object, the keys of its storages; and the byte after them.
+    """
+    found, position = [], 0
+    for _ in range(_PICKLES_OF_TORCH):
+        machine = Machine(data[position:], {}, None, calls)
+        found.append(_scanned(machine, calls))
+        position += machine.position
+    return found, position
+
+
 def _scanned(machine: Machine, calls: Calls) -> Any:
     try:
         root = _run(machine, calls)

@@ -66,7 +66,11 @@ def plan_text(conversion: Conversion) -> str:
     total = sum(size for _, size in conversion.files)
     counts = f"{plural(conversion.n_tensors, 'tensor')}, {plural(conversion.n_objects, 'object')}"
     summary = f"{shown(conversion.path)} would be {nbytes(total)} in {plural(len(rows), 'file')}: {counts}"
-    memory = f"the copy needs up to {nbytes(conversion.memory_nbytes)} of memory for its buffers"
+    buffers = nbytes(conversion.memory_nbytes)
+    if conversion.workers == 1:
+        memory = f"the copy needs up to {buffers} of memory for its buffers"
+    else:
+        memory = f"{conversion.workers} processes would share the work, with up to {buffers} of memory in each"
     return f"{table(['file', 'bytes'], rows, right=(1,))}\n\n{summary}\n{memory}"
 
 

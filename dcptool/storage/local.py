@@ -15,7 +15,7 @@ from dcptool.storage.base import DirEntry, patient, too_short, translated
 _OPEN_FILES = 64
 _GATHERED_NBYTES = 256 << 10
 """Headers and directories between payloads are some hundred bytes each."""
-_WRITEBACK_NBYTES = 8 << 20
+WRITEBACK_NBYTES = 8 << 20
 """After so many bytes the disk is told to begin; else it stands still until the system has gathered gigabytes."""
 _DELETE_ATTEMPTS = 20
 
@@ -261,7 +261,7 @@ class LocalSink(NewFile):
                 count = os.write(self._descriptor, rest)
                 rest = rest[count:]
                 self._written += count
-        if self._written - self._begun >= _WRITEBACK_NBYTES:
+        if self._written - self._begun >= WRITEBACK_NBYTES:
             begin_writeback(self._descriptor, self._begun, self._written - self._begun)
             self._begun = self._written
 

@@ -10,10 +10,11 @@ from typing import Any, Protocol
 
 from dcptool.errors import StorageError
 from dcptool.storage.base import Sink, Storage, join, translated
-from dcptool.storage.local import LocalStorage, NewFile, begin_writeback
+from dcptool.storage.local import WRITEBACK_NBYTES, LocalStorage, NewFile, begin_writeback
 from dcptool.storage.remote import FsspecStorage
 
-LOCAL_PART_NBYTES = 8 << 20
+LOCAL_PART_NBYTES = 1 << 20
+"""What is larger leaves a processor's cache between reading, hashing and writing."""
 REMOTE_PART_NBYTES = 32 << 20
 MAX_PARTS = 10_000
 """More than so many parts S3 does not take of one object."""
@@ -87,7 +88,9 @@ class _LocalParts(NewFile):
         with translated(self._path, StorageError, writes=True):
             while done < len(data):
                 done += os.pwrite(self._descriptor, data[done:], start + done)
-        begin_writeback(self._descriptor, start, len(data))
+        end = start + done
+        if end // WRITEBACK_NBYTES > start // WRITEBACK_NBYTES:
+            begin_writeback(self._descriptor, max(end - WRITEBACK_NBYTES, 0), WRITEBACK_NBYTES)
 
     def _complete(self) -> None:
         if self._mtime is not None:

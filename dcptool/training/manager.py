@@ -18,6 +18,7 @@ from typing import Any
 
 from dcptool.errors import TrainingError
 from dcptool.storage import is_url, join, remember_options
+from dcptool.training.archiving import Archiver
 from dcptool.training.events import OnSave, SaveResult, announce
 from dcptool.training.lease import LeaseWatch, RunLease
 from dcptool.training.loading import Saving, require_restorable
@@ -30,7 +31,7 @@ from dcptool.training.restoring import Job, Restored, is_step_of, load_model_onl
 from dcptool.training.saving import Keeping, Times, clear_unfinished, make_room, mark_saved, step_name, tidy
 from dcptool.training.signals import StopSignals
 from dcptool.training.staging import Stager, require_stageable
-from dcptool.training.state import UNSTARTED, JobState, TrainState, as_state
+from dcptool.training.state import UNSTARTED, JobState, TrainState, as_state, require_model
 from dcptool.training.stopping import LastSave, seconds_of
 from dcptool.training.tree import flatten
 from dcptool.training.writing import Writing, threads_while_waiting
@@ -53,7 +54,9 @@ class CheckpointManager:
     Args:
         root: the run directory: a path all ranks share, or an fsspec URL; made if it is not there.
         keep: how many of the newest complete steps are kept; None keeps all.
-        archive_every: steps whose number is a multiple of this are kept too.
+        archive_every: steps whose number is a multiple of this, the milestones, are kept too.
+        archive: a folder, path or URL, that milestones are copied into in the background; they are deleted here once
+            they are proven to be there, unless something else keeps them.
         stop_on: signals that make `should_stop` true; the handlers there were before are called too.
         stop_within: seconds, or a timedelta, after the first of them in which the job must have ended: the save that
             comes then is its last, is not made in the background, and is left out if it would come too late.
@@ -85,6 +88,7 @@ class CheckpointManager:
         keep: int | None = 3,
         archive_every: int | None = None,
         *,
+        archive: str | os.PathLike[str] | None = None,
         stop_on: tuple[signal.Signals, ...] = (signal.SIGTERM,),
         stop_within: float | timedelta | None = None,
         on_save: OnSave | None = None,
@@ -106,6 +110,8 @@ class CheckpointManager:
         path = os.fspath(root)
         self.root = path if is_url(path) else os.path.abspath(path.removeprefix("file://"))
         self._keeping = Keeping(keep, archive_every, adopt, set())
+        self._lease = RunLease(self.root, lease_seconds)
+        self._archiver = Archiver(self.root, archive, self._keeping, self._lease)
         if storage_options is not None and is_url(self.root):
             remember_options(self.root, storage_options)
         choices = Choices(writer, planner, storage_options)
@@ -117,7 +123,6 @@ class CheckpointManager:
         self._upload_ranks = Ranks(timeout, process_group)  # of the thread: two threads must not share a group
         self._writing = Writing(choices, SavingProcess(stop_on) if apart else None)
         self._on_save = on_save
-        self._lease = RunLease(self.root, lease_seconds)
         self._left_over = True  # there may be something of saves that did not finish
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dcptool-save")
         self._uploading: Future[str] | None = None
@@ -258,7 +263,7 @@ class CheckpointManager:
             TrainingError: there is none, it does not fit, or it cannot be loaded.
         """
         self.wait()
-        self._ranks.agree("nothing was loaded", lambda: _require_model(state))
+        self._ranks.agree("nothing was loaded", lambda: require_model(state))
         return load_model_only(os.fspath(path), state, Job(self._ranks, self._objects))
 
     def should_stop(self) -> bool:
@@ -280,7 +285,7 @@ class CheckpointManager:
         return any(stop for stop, *_ in told)
 
     def close(self) -> None:
-        """Finish the save in the background, give everything back; can be called again.
+        """Finish the save in the background and what goes to the archive, give everything back; can be called again.
 
         Raises:
             TrainingError: that save failed.
@@ -289,6 +294,7 @@ class CheckpointManager:
             return
         try:
             self.wait()
+            self._archiver.finish(self._signals)
         finally:
             self._release()
             self._stager.close()
@@ -316,7 +322,8 @@ class CheckpointManager:
             if self._left_over:
                 clear_unfinished(self.root)
             self._left_over = True  # until it is marked
-            make_room(self.root, step, self._lease.id)
+            with self._archiver.deletes_nothing():
+                make_room(self.root, step, self._lease.id)
             return self._lease.id
 
         self._lease.join(self._ranks.on_first(f"{path} was not saved", prepare))
@@ -357,6 +364,7 @@ class CheckpointManager:
             marker = mark_saved(path, step, ranks.world_size, times, self._resumed_from, self._lease.confirm)
             self._left_over = False
             tidy(self.root, step, self._keeping)
+            self._archiver.wake(step)
             return sum(marker.files.values())
 
         nbytes = ranks.on_first(f"{path} was not marked", finish)
@@ -377,6 +385,7 @@ class CheckpointManager:
     def _release(self) -> None:
         """Give signals, thread and memory back without waiting."""
         self._closed = True
+        self._archiver.stop()
         self._signals.close()
         self._thread.shutdown(wait=False)
         if self._uploading is None:
@@ -387,13 +396,3 @@ class CheckpointManager:
     def _require_open(self) -> None:
         if self._closed:
             raise TrainingError("the manager is closed")
-
-
-def _require_model(state: object) -> None:
-    """Refuse what has no model of its own.
-
-    Raises:
-        TypeError: says what to pass.
-    """
-    if not isinstance(state, TrainState):
-        raise TypeError(f"pass a TrainState(model, optimizer, …), not a {type(state).__name__}")

@@ -253,7 +253,7 @@ def tidy(root: str, step: int, keeping: Keeping) -> Deleted:
                 decision = decision._replace(keep=False, reason=f"saved anew as {step_name(step)}")
             elif keeping.keep is None or decision.name == step_name(step):
                 decision = decision._replace(keep=True)
-            elif not decision.keep and _is_foreign(storage, decision):
+            elif not decision.keep and is_foreign(storage, decision):
                 foreign.append(decision.name)
                 decision = decision._replace(keep=not keeping.adopt)
             decisions.append(decision)
@@ -272,7 +272,7 @@ def tidy(root: str, step: int, keeping: Keeping) -> Deleted:
     return deleted
 
 
-def _is_foreign(storage: Storage, decision: Decision) -> bool:
+def is_foreign(storage: Storage, decision: Decision) -> bool:
     """Tell whether a step is whole, and was not saved by a manager nor marked as if it were."""
     if decision.state not in (State.COMPLETE, State.UNMARKED):
         return False

@@ -330,3 +330,13 @@ def _apart(value: Any) -> Any:
         made.update({key: _apart(part) for key, part in value.items()})
         return made
     return [_apart(part) for part in value] if type(value) is list else copy.deepcopy(value)
+
+
+def require_model(state: object) -> None:
+    """Refuse what has no model of its own.
+
+    Raises:
+        TypeError: says what to pass.
+    """
+    if not isinstance(state, TrainState):
+        raise TypeError(f"pass a TrainState(model, optimizer, …), not a {type(state).__name__}")

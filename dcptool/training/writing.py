@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import FileSystemWriter, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
@@ -124,6 +125,8 @@ def threads_while_waiting(written: Flat) -> int:
     One where a tensor is on a device: only then torch copies the next ones to the host while one is written.
     """
     tensors = [value for value in written.values.values() if torch.is_tensor(value)]
+    if any(isinstance(tensor, ShardedTensor) for tensor in tensors):  # of FSDP1, which has no size of its own
+        return 1
     here = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]  # of a DTensor what this rank has
     is_worth_it = sum(tensor.numel() * tensor.element_size() for tensor in here) >= _WORTH_A_FILE_NBYTES
     return min(2, cores_per_rank()) if is_worth_it and all(tensor.is_cpu for tensor in here) else 1

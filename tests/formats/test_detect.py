@@ -93,7 +93,6 @@ def test_r05_missing_empty_truncated_and_text_are_told_apart(tmp_path):
         ("_CHECKPOINT_METADATA", "Orbax"),
         ("ep1-ba500-rank0.pt", "one torch.save file per rank.*\n.*dcptool shows one file at a time: .*-rank0.pt"),
         ("consolidated.00.pth", "Llama"),
-        ("pytorch_model.bin.index.json", "a transformers model in several torch.save files"),
         ("gpt.nemo", "a NeMo archive, which is a tar file"),
         ("recipe_state.pt", "torchtune"),
         ("zero_to_fp32.py", "DeepSpeed"),
@@ -132,17 +131,14 @@ def test_folders_tell_too(tmp_path):
         dcptool.open(tmp_path)
 
 
-def test_archives_and_indexes_as_the_path_itself(tmp_path):
+def test_an_archive_as_the_path_itself(tmp_path):
     import tarfile
 
     (tmp_path / "weights").mkdir()
     with tarfile.open(tmp_path / "gpt.nemo", "w") as archive:
         archive.add(tmp_path / "weights", "weights")
-    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {}}')
     with pytest.raises(UnsupportedError, match=r"gpt\.nemo is a tar archive.*unpack it"):
         dcptool.open(tmp_path / "gpt.nemo")
-    with pytest.raises(UnsupportedError, match=r"bin\.index\.json is the index of a model in several torch\.save"):
-        dcptool.open(tmp_path / "pytorch_model.bin.index.json")
 
 
 def test_files_that_are_none(tmp_path):

@@ -54,6 +54,15 @@ SPECIAL = {
         ("6 files with safetensors headers", SHARDS),
     ),
 }
+STREAM = ("torch_save", "torch.save", ("a torch.save stream, as before torch 1.6",))
+SPECIAL |= {f"legacy_stream/{name}": STREAM for name in ("bare_tensor.pt", "linear.pth", "old.pt")}
+NAMED = "{} named as of one model"
+SPECIAL["hf_bin_single_bf16"] = ("bin_set", "transformers .bin", (NAMED.format("1 torch.save file"),))
+SPECIAL["hf_bin_sharded_tied"] = (
+    "bin_set",
+    "transformers .bin",
+    (NAMED.format("4 torch.save files"), "pytorch_model.bin.index.json"),
+)
 UNFINISHED = ("run_crashed/ckpt/step_400", "run_crashed/ckpt/step_500")
 
 
@@ -70,8 +79,9 @@ def expected(name: str) -> tuple[str, str, tuple[str, ...]]:
 def test_flavour_and_evidence(part):
     (checkpoint,) = dcptool.summarize(part.path).checkpoints
     assert (checkpoint.format, checkpoint.flavour, checkpoint.evidence) == expected(part.name)
-    ranks = part.about["world_size"]
-    known = part.name not in ("hf_consolidated", "hf_rank0_race")  # whose file names tell no ranks
+    ranks = part.about.get("world_size", 0)
+    # Names of files of one process tell no ranks.
+    known = part.name not in ("hf_consolidated", "hf_rank0_race") and not part.name.startswith(("hf_bin", "legacy"))
     idle = part.name == "hf_idle_absent_w4"  # whose last rank left no file
     assert checkpoint.world_size == (ranks - idle if known else None)
 

@@ -47,7 +47,7 @@ def during(monkeypatch, module, function: str, act) -> None:
 @pytest.mark.parametrize("file", ["__1_0.distcp", ".metadata"])
 @pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
 def test_k_convert(step, tmp_path, monkeypatch, file, to):
-    import dcptool.ops.convert.convert as module
+    import dcptool.ops.convert.member as module
 
     during(monkeypatch, module, "copy", lambda: rewritten(step, file))
     with pytest.raises(StorageError, match=f"{file} changed while it was read, nothing was written"):
@@ -57,7 +57,7 @@ def test_k_convert(step, tmp_path, monkeypatch, file, to):
 
 @pytest.mark.torchfree
 def test_k_convert_of_a_file(step, tmp_path, monkeypatch):
-    import dcptool.ops.convert.convert as module
+    import dcptool.ops.convert.member as module
 
     dcptool.convert(step, tmp_path / "a.pt", "torch")
     os.utime(tmp_path / "a.pt", (OLD, OLD))
@@ -72,7 +72,7 @@ def test_k_convert_of_a_file(step, tmp_path, monkeypatch):
 
 @pytest.mark.torchfree
 def test_a_file_that_belongs_to_nobody_may_come_meanwhile(step, tmp_path, monkeypatch):
-    import dcptool.ops.convert.convert as module
+    import dcptool.ops.convert.member as module
 
     during(monkeypatch, module, "copy", lambda: (step / "log.txt").write_text("x"))
     assert dcptool.convert(step, tmp_path / "out.pt", "torch").published

@@ -169,6 +169,10 @@ def section_of(profile: Profile) -> str:
         said.append(f"The best step: `{'.'.join(profile.best.keys)}` in `{profile.best.file}`.")
     if profile.counter:
         said.append(f"Numbers begin anew when a job goes on (`{profile.counter}`).")
+    if profile.tracker:
+        said.append(f"It finds its newest step by the number in `{profile.tracker}`, beside the steps.")
+    if profile.elsewhere:
+        said.append(f"On another number of data-parallel ranks it {profile.elsewhere}.")
     rows = [row_of(needed) for needed in profile.needed]
     rows += [of_extra(extra) for extra in profile.extras]
     table = ["| file | holds | needed | on another number of ranks |", "|---|---|---|---|", *rows] if rows else []
@@ -182,6 +186,7 @@ def of_extra(extra: Extra) -> str:
 
 def row_of(needed: Needed) -> str:
     ways = list(dict.fromkeys(needed.follows(form).value for form in needed.names)) or ["–"]
+    ways = [f"{way}, and begin it anew" if needed.anew and "none" in way else way for way in ways]
     when = "to resume" if needed.resumes else "always"
     when += f", beside `{needed.given}`" if needed.given else ""
     when += f", unless `{needed.unless}` is an entry" if needed.unless else ""

@@ -204,7 +204,7 @@ def refuse(*_):
 def test_large_local_files_are_what_was_written_whatever_the_system_thinks_of_writing_early(
     tmp_path, monkeypatch, advise
 ):
-    monkeypatch.setattr(local, "_WRITEBACK_NBYTES", 1 << 20)
+    monkeypatch.setattr(local, "WRITEBACK_NBYTES", 1 << 20)
     told = []
     if advise == "works":
         real = os.posix_fadvise

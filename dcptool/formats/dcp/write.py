@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from dcptool.checkpoint.regions import Box, volume
 from dcptool.checkpoint.selection import SelectedObject, SelectedTensor, Selection
 from dcptool.checkpoint.steps import step_number
 from dcptool.copying.outputs import Fill, LaidOut, Literal, OutputFile, Part, Verbatim, Wanted
-from dcptool.errors import LayoutError
+from dcptool.errors import LayoutError, UnsupportedError
 from dcptool.formats.dcp import printing
 from dcptool.formats.dcp.format import DCP, METADATA, data_file_rank
 from dcptool.formats.dcp.printing import Place
@@ -32,8 +31,13 @@ from dcptool.formats.torch_save.graphs import TAIL, Keys, ObjectGraph, rekey, te
 from dcptool.formats.torch_save.zip_write import NewMember, Template, lay_out_zip, template
 from dcptool.pickles.emit import emit
 from dcptool.pickles.standins import Node, call, new, ref
+from dcptool.words import listed
 
 _RECORDS = "torch.distributed.checkpoint.metadata"
+_PROPERTIES = "torch.distributed._shard.sharded_tensor.metadata"
+"""Where torch 2.2 has the properties of tensors. Later ones have them in `_RECORDS`, too, and read either."""
+OLDEST_TORCH = (2, 2)
+MAX_NAMED = 3
 _PLANS = "all_local_plans"
 """Megatron's attribute that describes the plans of the save that was read; it would be wrong for this one."""
 
@@ -58,13 +62,11 @@ class DcpLayout(NamedTuple):
         files: of data.
         metadata: `.metadata`, which is to be written after them.
         notes: worth knowing, one sentence each.
-        save_id: what `.metadata` calls this save.
     """
 
     files: tuple[OutputFile, ...]
     metadata: OutputFile
     notes: tuple[str, ...]
-    save_id: str
 
     def below(self, folder: str) -> DcpLayout:
         """Return it with all names as those of files in a folder."""
@@ -75,15 +77,22 @@ class DcpLayout(NamedTuple):
 
 
 def lay_out(checkpoint: Checkpoint, selection: Selection, wanted: Wanted) -> LaidOut:
-    """Lay out a selection in a folder, with a marker; errors as of `lay_out_dcp`."""
+    """Lay out a selection in a folder; errors as of `lay_out_dcp`."""
     empty: set[str] = set()
     if checkpoint.format.holds_empty_dicts:
         empty = {item.entry.fqn for item in selection.objects if checkpoint.value(item.entry.fqn) == {}}
     notes = [f"{len(empty)} empty dicts are left out, as torch does"] if empty else []
     kept = selection._replace(in_order=tuple(item for item in selection.in_order if item.entry.fqn not in empty))
-    found = lay_out_dcp(checkpoint, kept, wanted.path)
-    last = (found.metadata, marker_of(wanted.path, "convert", [found], wanted.beside))
-    return LaidOut(found.files, False, len(kept.objects), (), (*notes, *found.notes), last=last)
+    found = lay_out_dcp(checkpoint, kept, torch=wanted.torch)
+    notes += found.notes
+    last = (found.metadata,)
+    return LaidOut(found.files, False, len(kept.objects), (), tuple(notes), last=last)
+
+
+def marker_of_output(path: str, parts: Sequence[LaidOut], beside: Mapping[str, int]) -> OutputFile:
+    """Lay out the marker of a conversion; arguments as of `marker_of`."""
+    layouts = [DcpLayout(part.files, part.last[-1], part.notes) for part in parts]
+    return marker_of(path, "convert", layouts, beside)
 
 
 def marker_of(path: str, writer: str, parts: Sequence[DcpLayout], beside: Mapping[str, int]) -> OutputFile:
@@ -103,7 +112,6 @@ def marker_of(path: str, writer: str, parts: Sequence[DcpLayout], beside: Mappin
         step_number(path.rstrip("/").rpartition("/")[2]),
         datetime.now(timezone.utc).isoformat(timespec="seconds"),
         max(ranks, default=0) + 1,
-        save_id=next((part.save_id for part in parts), None),
         metadata_sha256={part.metadata.name: _sha256(part.metadata) for part in parts},
         files={**{file.name: file.nbytes for file in files}, **beside},
     ).document()
@@ -118,32 +126,32 @@ def _sha256(file: OutputFile) -> str:
 def lay_out_dcp(
     checkpoint: Checkpoint,
     selection: Selection,
-    path: str,
     arrangement: Arrangement | None = None,
+    torch: tuple[int, int] | None = None,
 ) -> DcpLayout:
     """Lay out a selection.
 
     Args:
         checkpoint: the source.
         selection: what goes in; its order is that of `planner_data`.
-        path: where it will be, which `.metadata` records.
         arrangement: of the files; None to keep that of a DCP source, and to put all into one file for others.
+        torch: a version of torch that shall read it; None for the oldest that can.
 
     Raises:
+        UnsupportedError: that version cannot hold something of it.
         LayoutError: two entries of a `.pt` file have one name once keys are text.
         ItemError: an object of the source is damaged.
     """
     _require_distinct(checkpoint, selection)
+    readable = _readable_notes(selection, torch)
     arrangement = arrangement or _as_stored(checkpoint, selection)
     files = data_files(checkpoint, selection, arrangement)
     places = [place for file in files if isinstance(file.parts, _Zips) for place in file.parts.places(file.name)]
-    save_id = str(uuid.uuid4())
-    metadata = emit(_metadata(checkpoint, selection, arrangement.boxes, places, path, save_id), 4)
-    notes = (
-        [f"{_PLANS} of the source's metadata is left out: it describes that save"] if _PLANS in checkpoint.extra else []
-    )
+    metadata = emit(_metadata(checkpoint, selection, arrangement.boxes, places), 4)
+    notes = [f"{_PLANS} of the source's metadata is left out: it describes that save"] * (_PLANS in checkpoint.extra)
+    notes += readable
     written = OutputFile(METADATA, len(metadata), [Literal(metadata)])
-    return DcpLayout(tuple(files), written, tuple(notes), save_id)
+    return DcpLayout(tuple(files), written, tuple(notes))
 
 
 def data_files(checkpoint: Checkpoint, selection: Selection, arrangement: Arrangement) -> list[OutputFile]:
@@ -158,6 +166,36 @@ def data_files(checkpoint: Checkpoint, selection: Selection, arrangement: Arrang
         zips = _Zips(checkpoint, [(by_name[entry], box) for entry, box in items])
         files.append(OutputFile(name, zips.nbytes, zips))
     return files
+
+
+def _readable_notes(selection: Selection, torch: tuple[int, int] | None) -> list[str]:
+    """Say which versions of torch cannot read a selection, if one can read DCP but not all that is in it.
+
+    Raises:
+        UnsupportedError: one of these is the version that shall.
+    """
+    if torch is not None and torch < OLDEST_TORCH:
+        raise UnsupportedError(
+            f"--torch {_version(torch)}: what dcptool writes is for torch {_version(OLDEST_TORCH)} and later",
+            next_step="`convert --to torch` makes one file that older versions load.",
+        )
+    newest = max((dtypes.lookup(tensor.dtype).since for tensor in selection.tensors), default=OLDEST_TORCH)
+    wanted = torch or OLDEST_TORCH
+    if newest <= wanted:
+        return []
+    newer = [tensor for tensor in selection.tensors if dtypes.lookup(tensor.dtype).since > wanted]
+    named = listed([f"{tensor.name!r} ({tensor.dtype})" for tensor in newer], MAX_NAMED)
+    if torch is None:
+        return [f"torch before {_version(newest)} reads none of it, for it cannot hold {named}"]
+    hint = " ".join(f"--exclude {tensor.entry.fqn!r}" for tensor in newer[:MAX_NAMED])
+    raise UnsupportedError(
+        f"torch {_version(torch)} cannot hold {named}: that takes torch {_version(newest)}",
+        next_step=f"Leave out what is newer ({hint}), or take a newer --torch.",
+    )
+
+
+def _version(torch: tuple[int, int]) -> str:
+    return ".".join(map(str, torch))
 
 
 def _require_distinct(checkpoint: Checkpoint, selection: Selection) -> None:
@@ -282,13 +320,11 @@ def _metadata(
     selection: Selection,
     boxes: Mapping[str, Sequence[Box]],
     places: Sequence[Place],
-    path: str,
-    save_id: str,
 ) -> Node:
-    """Return the graph of `.metadata`."""
+    """Return the graph of `.metadata`, of classes that OLDEST_TORCH has, which is without StorageMeta."""
     by_name = {item.name: item for item in selection.in_order}
     layout = call("torch.serialization._get_layout", "torch.strided")
-    memory_format = call(f"{_RECORDS}._MEM_FORMAT_ENCODING", 0)
+    memory_format = call(f"{_PROPERTIES}.MEM_FORMAT_ENCODING", 0)
     state: dict[str, Node] = {}
     for name in boxes:
         item = by_name[name]
@@ -297,7 +333,7 @@ def _metadata(
             continue
         trained = item.entry.fqn in checkpoint.requires_grad
         properties = new(
-            f"{_RECORDS}.TensorProperties", (ref(f"torch.{item.dtype}"), layout, trained, memory_format, False)
+            f"{_PROPERTIES}.TensorProperties", (ref(f"torch.{item.dtype}"), layout, trained, memory_format, False)
         )
         size = call("torch.Size", item.entry.shape)
         fields = {"properties": properties, "size": size, "chunks": printing.chunks(boxes[name])}
@@ -305,12 +341,10 @@ def _metadata(
     paths = {item.name: item.path for item in selection.in_order}
     nested = any(found is not None for found in paths.values())
     planner_data = {name: found or (name,) for name, found in paths.items()} if nested else None
-    storage_meta: dict[str, Any] = {"checkpoint_id": path, "save_id": save_id, "load_id": None, "modules": []}
     whole: dict[str, Any] = {
         "state_dict_metadata": state,
         "planner_data": planner_data,
         "storage_data": printing.places(places, boxes),
-        "storage_meta": new(f"{_RECORDS}.StorageMeta", storage_meta),
         "version": "1.0.0",
         **{name: value for name, value in checkpoint.extra.items() if name != _PLANS},
     }

@@ -7,7 +7,7 @@ from typing import Any
 
 from dcptool.checkpoint.extents import Ints
 from dcptool.checkpoint.findings import Finding
-from dcptool.formats.torch_save.build import Builder, Piece
+from dcptool.formats.torch_save.build import Builder, StoredBox
 from dcptool.formats.torch_save.files import TorchFile
 from dcptool.formats.torch_save.flatten import Path, leaves
 
@@ -42,7 +42,7 @@ class Names:
         for further, stored in shared.items():
             self._further.setdefault(stored, []).append(further)
 
-    def add_tensor(self, fqn: str, path: Path, dtype: str, shape: Ints, pieces: Sequence[Piece]) -> None:
+    def add_tensor(self, fqn: str, path: Path, dtype: str, shape: Ints, pieces: Sequence[StoredBox]) -> None:
         """Add a tensor in pieces; a parameter under its further names too."""
         if self._is_free(fqn, pieces[0].file if pieces else None):
             self._builder.add_tensor(fqn, path, dtype, shape, pieces)

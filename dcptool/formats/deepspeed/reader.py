@@ -15,7 +15,7 @@ from dcptool.formats.deepspeed.format import DEEPSPEED, models, optimizers
 from dcptool.formats.deepspeed.naming import Names
 from dcptool.formats.deepspeed.partitions import piece_numel
 from dcptool.formats.deepspeed.zero import add_trained, cut_piece, steps_of
-from dcptool.formats.torch_save.build import Builder, Piece
+from dcptool.formats.torch_save.build import Builder, StoredBox
 from dcptool.formats.torch_save.files import TorchFile
 from dcptool.pickles.tensors import TensorView, tensor_view
 from dcptool.storage import Storage
@@ -182,7 +182,7 @@ def _add_frozen(
     for name, shape in model.frozen.items():
         numel = volume(shape)
         piece = piece_numel(numel, world_size) if stage >= 3 else numel
-        pieces: list[Piece] = []
+        pieces: list[StoredBox] = []
         dtype = "float32"
         for rank in sorted(model_files) if stage >= 3 else [min(model_files)]:
             one = model_files[rank]

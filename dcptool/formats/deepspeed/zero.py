@@ -16,7 +16,7 @@ from dcptool.errors import DcptoolError
 from dcptool.formats.deepspeed.files import MAX_NUMEL, ModelFile, OptimizerFile, Shapes
 from dcptool.formats.deepspeed.naming import FP32, Names, named
 from dcptool.formats.deepspeed.partitions import Cuts, Stretch, cut_each, cut_groups, needed, piece_numel
-from dcptool.formats.torch_save.build import Piece
+from dcptool.formats.torch_save.build import StoredBox
 from dcptool.pickles.tensors import TensorView, part_of, tensor_view
 from dcptool.words import plural
 
@@ -124,7 +124,7 @@ def _add(
     optimizers: Mapping[int, OptimizerFile],
 ) -> None:
     """Add one tensor of flat parts: a parameter, or what the optimizer keeps for it."""
-    pieces: list[Piece] = []
+    pieces: list[StoredBox] = []
     dtype = next((view.dtype for by_group in views.values() for view in by_group.values()), "float32")
     for part in parts:
         view = views.get(part.rank, {}).get(part.group)
@@ -142,7 +142,7 @@ def _add(
     names.add_tensor(*named(kind, name), dtype, shape, pieces)
 
 
-def cut_piece(file: str, view: TensorView, shape: Ints, start: int, first: int, numel: int) -> list[Piece]:
+def cut_piece(file: str, view: TensorView, shape: Ints, start: int, first: int, numel: int) -> list[StoredBox]:
     """Return boxes of a tensor that are elements of a flat view.
 
     Args:
@@ -157,7 +157,7 @@ def cut_piece(file: str, view: TensorView, shape: Ints, start: int, first: int, 
     """
     pieces = []
     for offsets, sizes in flat_boxes(shape, first, first + numel):
-        pieces.append(Piece(file, offsets, part_of(view, start, sizes)))
+        pieces.append(StoredBox(file, offsets, part_of(view, start, sizes)))
         start += volume(sizes)
     return pieces
 

@@ -4,6 +4,7 @@ zip        the zip that torch.save writes
 zip_scan   such zips that lie back to back, with nothing to tell where one ends
 items      tensors and objects inside such a zip
 graphs     tensors and objects as torch pickles them, to be written
+stream     the form such a file had before torch 1.6
 files      one file loaded as stand-ins
 flatten    nested values by path
 source     finds and reads what lies in one file or in several

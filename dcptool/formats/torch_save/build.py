@@ -21,7 +21,7 @@ from dcptool.pickles.tensors import TensorView, foreign_tensor, tensor_view
 from dcptool.storage import Storage
 
 
-class Piece(NamedTuple):
+class StoredBox(NamedTuple):
     """A box of a tensor in one file.
 
     Attributes:
@@ -71,9 +71,9 @@ class Builder:
             self._source.values[fqn] = value
             self._entries[fqn] = ObjectEntry(fqn, path, file.item, foreign_tensor(value))
         else:
-            self.add_tensor(fqn, path, view.dtype, view.shape, [Piece(file.name, (0,) * len(view.shape), view)])
+            self.add_tensor(fqn, path, view.dtype, view.shape, [StoredBox(file.name, (0,) * len(view.shape), view)])
 
-    def add_tensor(self, fqn: str, path: Path | None, dtype: str, shape: Ints, pieces: Sequence[Piece]) -> None:
+    def add_tensor(self, fqn: str, path: Path | None, dtype: str, shape: Ints, pieces: Sequence[StoredBox]) -> None:
         """Add a tensor in pieces; of a box that is there more than once, the first is a chunk, the others are copies.
 
         Args:

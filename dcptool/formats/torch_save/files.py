@@ -1,4 +1,4 @@
-"""Load one file of torch.save as stand-ins: its zip directory and its pickle are read, and nothing else of it.
+"""Load one file of torch.save as stand-ins: its directory and its pickle are read, and nothing else of it.
 
 Source: torch 2.13, serialization.py.
 """
@@ -12,6 +12,7 @@ from dcptool.checkpoint.findings import Finding, unsafe_pickle
 from dcptool.checkpoint.kinds import Severity
 from dcptool.errors import ItemError, MetadataError, StorageError, UnsupportedError
 from dcptool.formats.torch_save.format import is_legacy
+from dcptool.formats.torch_save.stream import Archive, LegacyStream
 from dcptool.formats.torch_save.zip import TorchZip
 from dcptool.pickles import inert
 from dcptool.pickles.calls import LEGACY_MAGIC, Calls
@@ -30,7 +31,7 @@ class TorchFile(NamedTuple):
     Attributes:
         name: relative to the folder.
         item: all of it.
-        archive: the zip it is.
+        archive: the zip or, before torch 1.6, stream it is.
         root: what its pickle holds, as stand-ins.
         pickle_nbytes: length of the pickle.
         problems: what it would run when it is loaded, and bytes that follow the zip.
@@ -38,7 +39,7 @@ class TorchFile(NamedTuple):
 
     name: str
     item: Extent
-    archive: TorchZip
+    archive: Archive
     root: Any
     pickle_nbytes: int
     problems: tuple[Finding, ...]
@@ -53,8 +54,8 @@ def load_file(storage: Storage, name: str, nbytes: int) -> TorchFile:
         nbytes: its size.
 
     Raises:
-        UnsupportedError: it is of the format before torch 1.6, which is no zip, or a TorchScript archive.
-        MetadataError: its zip or pickle is damaged.
+        UnsupportedError: it is a TorchScript archive.
+        MetadataError: it or its pickle is damaged.
         RunsCodeError: one of these, and it runs code when it is loaded.
     """
     try:
@@ -69,25 +70,28 @@ def load_file(storage: Storage, name: str, nbytes: int) -> TorchFile:
 
 
 def _loaded(storage: Storage, name: str, nbytes: int) -> TorchFile:
-    path = join(storage.root, name)
-    if is_legacy(storage.read(name, 0, min(nbytes, len(LEGACY_MAGIC)))):
-        raise UnsupportedError(
-            f"{path} was written by torch.save before 1.6 (or with the old format asked for), which is no zip.",
-            next_step="Load it with torch.load and save it again.",
-        )
+    path, calls = join(storage.root, name), Calls()
+
+    def read(byte_offset: int, n_wanted: int) -> bytes:
+        return storage.read(name, byte_offset, n_wanted)
+
     try:
-        archive = TorchZip(lambda at, n: storage.read(name, at, n), nbytes, padded=True)
+        if is_legacy(read(0, min(nbytes, len(LEGACY_MAGIC)))):
+            stream = LegacyStream(read, nbytes, calls)
+            unsafe = unsafe_pickle(calls.unsafe, name, name)
+            return TorchFile(name, Extent(name, 0, nbytes), stream, stream.root, stream.pickle_nbytes, tuple(unsafe))
+        archive = TorchZip(read, nbytes, padded=True)
         if "constants.pkl" in archive.members:
             raise UnsupportedError("it is a TorchScript archive, not a state dict; torch.jit.load reads it")
         archive.require_version()
-        pickled, calls = archive.content("data.pkl"), Calls()
+        pickled = archive.content("data.pkl")
         root = inert.load(pickled, calls=calls)
     except (ItemError, MetadataError) as error:
         raise MetadataError(f"{path}: {error}") from error
     except UnsupportedError as error:
         raise UnsupportedError(f"{path}: {error}") from error
-    unsafe = unsafe_pickle(sorted({*calls.unsafe, *_beside(storage, name, archive, nbytes)}), name, name)
-    problems = (*unsafe, *_following(storage, archive, name))
+    found = unsafe_pickle(sorted({*calls.unsafe, *_beside(storage, name, archive, nbytes)}), name, name)
+    problems = (*found, *_following(storage, archive, name))
     return TorchFile(name, Extent(name, 0, nbytes), archive, root, len(pickled), problems)
 
 

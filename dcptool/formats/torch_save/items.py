@@ -10,6 +10,7 @@ from dcptool.checkpoint.extents import Examined, Extent, Payload, Record
 from dcptool.checkpoint.findings import how_to_load
 from dcptool.checkpoint.regions import span
 from dcptool.errors import ItemError, UnsupportedError
+from dcptool.formats.torch_save.stream import Archive
 from dcptool.formats.torch_save.zip import TorchZip
 from dcptool.pickles import inert, plain
 from dcptool.pickles.calls import Calls
@@ -24,7 +25,7 @@ _KEPT_STORAGES = 8
 _Viewed = tuple[TensorView | None, tuple[str, ...], str]
 
 
-def payload_of(view: TensorView, archive: TorchZip, item: Extent) -> Payload:
+def payload_of(view: TensorView, archive: Archive, item: Extent) -> Payload:
     """Return the payload behind a tensor view: the zip member of its storage.
 
     Args:
@@ -99,7 +100,7 @@ _small_view = functools.lru_cache(4096)(_read_view)
 """Chunks of one dtype and shape have one pickle, byte for byte; a checkpoint has few different ones."""
 
 
-def storages(archive: TorchZip, item: Extent) -> dict[str, Record]:
+def storages(archive: Archive, item: Extent) -> dict[str, Record]:
     """Return the records of a zip's storages, by key."""
     archive.require_little_endian()
     return {
@@ -107,7 +108,7 @@ def storages(archive: TorchZip, item: Extent) -> dict[str, Record]:
     }
 
 
-def decoded(root: Any, archive: TorchZip) -> Any:
+def decoded(root: Any, archive: Archive) -> Any:
     """Return an object of a zip's pickle in readable form, with the values of small tensors in it."""
 
     @functools.lru_cache(_KEPT_STORAGES)

@@ -13,6 +13,7 @@ from dcptool.formats.torch_save.build import Builder
 from dcptool.formats.torch_save.files import TorchFile, load_file
 from dcptool.formats.torch_save.flatten import leaves
 from dcptool.formats.torch_save.format import TORCH_SAVE
+from dcptool.formats.torch_save.stream import LegacyStream
 from dcptool.pickles.tensors import TensorView
 from dcptool.storage import Storage, join
 from dcptool.words import are
@@ -30,8 +31,8 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
         name: of the file.
 
     Raises:
-        UnsupportedError: it is of the format before torch 1.6, which is no zip, or a TorchScript archive.
-        MetadataError: its zip or pickle is damaged.
+        UnsupportedError: it is a TorchScript archive.
+        MetadataError: it or its pickle is damaged.
         RunsCodeError: one of these, and it runs code when it is loaded.
     """
     file = load_file(storage, name, files[name])
@@ -40,7 +41,9 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
         add_values(builder, file)
     except MetadataError as error:
         raise MetadataError(f"{join(storage.root, name)}: {error}") from error
-    evidence = ("a torch.save zip",)
+    evidence = (
+        "a torch.save stream, as before torch 1.6" if isinstance(file.archive, LegacyStream) else "a torch.save zip",
+    )
     return builder.checkpoint(name, TORCH_SAVE, "torch.save", evidence, {name: files[name]})
 
 

@@ -10,7 +10,7 @@ from dcptool.checkpoint.entries import Entry, ObjectEntry, TensorEntry
 from dcptool.checkpoint.extents import Chunk, Examined, Extent, Ints, Payload, Record
 from dcptool.errors import ItemError
 from dcptool.formats.torch_save import items as torch_items
-from dcptool.formats.torch_save.zip import TorchZip
+from dcptool.formats.torch_save.stream import Archive
 from dcptool.pickles import inert, plain
 from dcptool.pickles.emit import emit
 from dcptool.pickles.tensors import TensorView
@@ -29,7 +29,7 @@ class TorchSaveSource:
         values: the object of each fqn, as stand-ins.
     """
 
-    def __init__(self, storage: Storage, archives: Mapping[str, TorchZip]) -> None:
+    def __init__(self, storage: Storage, archives: Mapping[str, Archive]) -> None:
         self._storage, self._archives = storage, archives
         self.views: dict[tuple[str, Ints, str], TensorView] = {}
         self.values: dict[str, Any] = {}

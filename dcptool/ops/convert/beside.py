@@ -15,6 +15,7 @@ from dcptool.ops.following import (
     step_of,
 )
 from dcptool.ops.model_config import with_dtype
+from dcptool.ops.sources import StepSource
 from dcptool.runs.activity import list_files
 from dcptool.storage import Location
 
@@ -52,3 +53,14 @@ def files_beside(
     else:
         found = describing(around[0], [around[1]], around[1]) if around else describing(own, [""])
     return with_dtype(found, dtype) if dtype else found
+
+
+def beside_parts(found: StepSource, to: str, wanted: bool, dtype: str | None) -> Following:
+    """Decide what of the files beside the checkpoints of a step goes with them; arguments as of `files_beside`."""
+    step = found.step
+    if step is None:
+        return NOTHING
+    if not wanted:
+        return Following(notes=tuple(left_notes(step, found.parts)))
+    following = follow(step, found.parts, None) if to == "dcp" else describing(step, found.parts)
+    return with_dtype(following, dtype) if dtype else following

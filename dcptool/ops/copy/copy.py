@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, ItemError, UnsafePickleError, UnsupportedError
 from dcptool.ops.copy.step import DEFAULTS, CopyOptions, CopyWatch, StepCopy, copy_step
+from dcptool.ops.following import opened_parts, step_of
+from dcptool.ops.tracking import tracked
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
 from dcptool.ops.verify.verify import verify
-from dcptool.runs.activity import exists
+from dcptool.runs.activity import exists, list_files
 from dcptool.runs.directory import require_run, runs_at
 from dcptool.storage import Progress, join, locate
 
@@ -89,7 +91,7 @@ def copy_steps(
     watch = CopyWatch(progress, expect, say)
     location = locate(source, options.also)
     if location.file is not None or not runs_at(location):
-        done = copy_step(source, path, options, watch, dry_run=dry_run)
+        done = _with_tracker(copy_step(source, path, options, watch, dry_run=dry_run))
         return StepCopies(location.path, done.path, False, (done,), time.perf_counter() - began)
     run = require_run(location)
     if options.overwrite:
@@ -102,7 +104,20 @@ def copy_steps(
         halves = tuple(half for folder in options.also if exists(half := join(folder, below)))
         halves = tuple(half for half in halves if half != verdict.path)
         steps.append(_of_run(verdict, join(path, verdict.name), options._replace(also=halves), watch, dry_run))
+    if steps:  # the newest is last
+        steps[-1] = _with_tracker(steps[-1])
     return StepCopies(run.path, path, True, tuple(steps), time.perf_counter() - began)
+
+
+def _with_tracker(step: StepCopy) -> StepCopy:
+    """Add to its notes by which file its trainer would not find the copy."""
+    try:
+        location = locate(step.source)
+        listing = list_files(location)
+        profile = step_of(location, opened_parts(location, listing), listing).profile
+    except DcptoolError:  # as it was just copied, that is no reason for less
+        return step
+    return step._replace(notes=(*step.notes, *(tracked(profile, step.path) if step.state != "left" else ())))
 
 
 def _of_run(verdict: Verdict, target: str, options: CopyOptions, watch: CopyWatch, dry_run: bool) -> StepCopy:

@@ -9,18 +9,21 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import IO, Any, NamedTuple, Protocol
 
-from dcptool.errors import CheckpointNotFoundError, StorageError
+from dcptool.errors import StorageError
 from dcptool.storage import DirEntry, Storage, is_inside
 from dcptool.storage.base import translated
 
 SCHEMA = 1
 STORE_NAME = ".dcptool-copy.json"
+STORE_NAMES = re.compile(r"\.dcptool-copy-[0-9]+\.json")
+"""Of the journals of further processes."""
 _SMALL_NBYTES = 64 << 10
 _EVERY_SECONDS = 3.0
 _MAX_NBYTES = 256 << 20
@@ -61,6 +64,9 @@ class Journal(Protocol):
     def add(self, name: str, moved: Moved) -> None:
         """Note that a file has been copied, on any thread."""
 
+    def add_all(self, moved: Mapping[str, Moved]) -> None:
+        """Note several, and make that last."""
+
     def save(self) -> None:
         """Make what was noted last."""
 
@@ -69,6 +75,14 @@ class Journal(Protocol):
 
     def close(self) -> None:
         """Let others copy there."""
+
+
+def absorb(journal: Journal, others: Iterable[Journal]) -> None:
+    """Take over what the other processes of an earlier copy noted of the same source, and remove what they wrote."""
+    for other in others:
+        if journal.source is not None and other.source == journal.source:
+            journal.add_all(other.moved)
+        other.remove()
 
 
 def _read(lines: Mapping[str, Any]) -> dict[str, Moved]:
@@ -136,6 +150,10 @@ class LocalJournal:
             self.moved[name] = moved
             self._append(json.dumps({"name": name, **moved._asdict()}).encode() + b"\n")
 
+    def add_all(self, moved: Mapping[str, Moved]) -> None:
+        for name, one in moved.items():
+            self.add(name, one)
+
     def _append(self, line: bytes) -> None:
         with translated(self.path, StorageError, writes=True):
             self._file.write(line)
@@ -157,15 +175,15 @@ class LocalJournal:
 class StoreJournal:
     """An object in the folder that is copied to, which listings of a step pass over."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, name: str = STORE_NAME) -> None:
+        self._storage, self._name = storage, name
         self.source: str | None = None
         self.moved: dict[str, Moved] = {}
         self._lock = threading.Lock()
         self._nbytes, self._saved, self._dirty = 0, 0.0, False
-        nbytes = next((entry.nbytes for entry in _entries(storage) if entry.name == STORE_NAME), None)
+        nbytes = storage.size(name)
         if nbytes is not None and nbytes <= _MAX_NBYTES:
-            self._load(storage.read(STORE_NAME, 0, nbytes))
+            self._load(storage.read(name, 0, nbytes))
 
     def _load(self, data: bytes) -> None:
         with suppress(ValueError, TypeError, AttributeError):
@@ -184,6 +202,11 @@ class StoreJournal:
             if self._nbytes < _SMALL_NBYTES or time.monotonic() - self._saved > _EVERY_SECONDS:
                 self._write()
 
+    def add_all(self, moved: Mapping[str, Moved]) -> None:
+        with self._lock:
+            self.moved.update(moved)
+            self._write()
+
     def save(self) -> None:
         with self._lock:
             if self._dirty:
@@ -192,18 +215,11 @@ class StoreJournal:
     def _write(self) -> None:
         files = {name: moved._asdict() for name, moved in self.moved.items()}
         data = json.dumps({"schema": SCHEMA, "source": self.source, "files": files}).encode()
-        self._storage.write(STORE_NAME, data)
+        self._storage.write(self._name, data)
         self._nbytes, self._saved, self._dirty = len(data), time.monotonic(), False
 
     def remove(self) -> None:
-        self._storage.delete(STORE_NAME)
+        self._storage.delete(self._name)
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def _entries(storage: Storage) -> list[DirEntry]:
-    try:
-        return storage.entries()
-    except CheckpointNotFoundError:
-        return []

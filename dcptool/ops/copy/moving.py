@@ -73,11 +73,20 @@ class Mover:
         part: bytes of a part; the longest file has no more than a store takes.
         again: tries again what may pass.
         progress: told the bytes of parts as they are written, less those that are written anew.
+        require_going: asked now and then, raises once all shall end.
     """
 
-    def __init__(self, source: Storage, threads: int, part: int, again: Retrying, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        source: Storage,
+        threads: int,
+        part: int,
+        again: Retrying,
+        progress: Progress | None,
+        require_going: Callable[[], None],
+    ) -> None:
         self._source, self._threads, self._part = source, threads, part
-        self._again = again
+        self._again, self._going = again, require_going
         self._progress = progress or (lambda nbytes: None)
         self._io = ThreadPoolExecutor(threads, "parts")
         self._files = ThreadPoolExecutor(threads, "files")
@@ -245,6 +254,7 @@ class Mover:
     def _require_going(self, name: str) -> None:
         if self._stop.is_set():
             raise Stopped(f"{name}: not finished")
+        self._going()
 
 
 def part_of(sizes: Iterable[int], remote: bool) -> int:

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from glob import escape, glob
 from hashlib import sha256 as new_sha256
 from typing import Protocol
 
@@ -18,12 +19,13 @@ from dcptool.copying.publishing import DISCARD_ATTEMPTS, Target
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, OutputExistsError, StorageError
 from dcptool.formats.digests import sha256
 from dcptool.formats.marker import SAVING
-from dcptool.ops.copy.journal import STORE_NAME, Journal, LocalJournal, Moved, StoreJournal
+from dcptool.ops.copy.journal import STORE_NAME, STORE_NAMES, Journal, LocalJournal, Moved, StoreJournal, absorb
 from dcptool.storage import DirEntry, FsspecStorage, LocalStorage, Storage, is_url, join, storage_at, walk
 from dcptool.storage.local import sync
 from dcptool.storage.parts import PartSink, create_parts
 from dcptool.words import listed
 
+_TOKEN = ".dcptool-token"
 _SAYS_SAVING = b"dcptool copy is writing this step\n"
 
 
@@ -45,13 +47,28 @@ class CopyPlace(Protocol):
     def storage(self) -> Storage:
         """See above."""
 
-    def begin(self, source: str, names: Collection[str]) -> None:
+    def begin(self, source: str, names: Collection[str], token: str = "") -> None:
         """Make it ready for the files of these names of a source; what is of another one is removed.
+
+        Args:
+            source: path or URL.
+            names: of all its files, and of the marker.
+            token: by which further processes find that they see the same place; "" if there are none.
 
         Raises:
             OutputExistsError: there is something else.
             StorageError: it cannot be made ready.
         """
+
+    def join(self, source: str, known: Mapping[str, Moved], token: str) -> None:
+        """Make it ready for a further process, which is told what the first one knows, and its token.
+
+        Raises:
+            StorageError: this process does not see what the first one does.
+        """
+
+    def joined(self) -> None:
+        """Take away what further processes needed to find it."""
 
     def kept(self, name: str, entry: DirEntry) -> Moved | None:
         """Return what is known of a file that was copied before, if it can be proven to be there; else None."""
@@ -77,13 +94,13 @@ class CopyPlace(Protocol):
         """Remove all of it. Never raises."""
 
 
-def place_at(path: str) -> CopyPlace:
-    """Return the place of a copy with this path or URL.
+def place_at(path: str, rank: int = 0) -> CopyPlace:
+    """Return the place of a copy with this path or URL; `rank`: of this process among those that copy there.
 
     Raises:
         StorageError: somebody else copies there, or it cannot be looked at.
     """
-    return StorePlace(path.rstrip("/")) if is_url(path) else LocalPlace(path.rstrip("/") or path)
+    return StorePlace(path.rstrip("/"), rank) if is_url(path) else LocalPlace(path.rstrip("/") or path, rank)
 
 
 def unfinished_at(path: str) -> tuple[str, str]:
@@ -94,13 +111,19 @@ def unfinished_at(path: str) -> tuple[str, str]:
     return os.path.join(folder, f"{name}.tmp"), os.path.join(folder, f"{name}.journal")
 
 
+def _journals_beside(journal: str) -> list[str]:
+    """Return the paths of the journals of further processes; `journal`: of the first one."""
+    return sorted(glob(f"{escape(journal)}-*[0-9]"))
+
+
 def tidy(path: str) -> None:
     """Remove what a copy that was killed after it had got its name left at, or beside, a path. Never raises."""
     with suppress(DcptoolError):
         if is_url(path):
             storage = storage_at(path.rstrip("/"))
-            if storage.size(STORE_NAME) is not None:
-                storage.delete(STORE_NAME)
+            for name in (STORE_NAME, *_further(storage)):
+                if storage.size(name) is not None:
+                    storage.delete(name)
         elif any(map(os.path.lexists, unfinished_at(path.rstrip("/") or path))):
             LocalPlace(path.rstrip("/") or path).discard()
 
@@ -108,17 +131,19 @@ def tidy(path: str) -> None:
 class LocalPlace:
     """A folder on a file system; see `CopyPlace`."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, rank: int = 0) -> None:
         self.path = path
         self.written, journal = unfinished_at(path)
+        self._first = journal
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         except OSError as error:
             raise StorageError(f"{os.path.dirname(path)}: {error.strerror or error}") from error
-        self.journal: Journal = LocalJournal(journal)
+        self.journal: Journal = LocalJournal(f"{journal}-{rank}" if rank else journal)
         self.storage: Storage = LocalStorage(self.written)
 
-    def begin(self, source: str, names: Collection[str]) -> None:
+    def begin(self, source: str, names: Collection[str], token: str = "") -> None:
+        absorb(self.journal, map(LocalJournal, _journals_beside(self._first)))
         if self.journal.source != source:
             self._remove()
             self.journal.begin(source)
@@ -131,6 +156,16 @@ class LocalPlace:
                         os.unlink(path)
         except OSError as error:
             raise StorageError(f"{self.written}: {error.strerror or error}") from error
+        if token:
+            self.storage.write(_TOKEN, token.encode())
+
+    def join(self, source: str, known: Mapping[str, Moved], token: str) -> None:
+        _require_shared(self, _TOKEN, token.encode())
+        self.journal.begin(source)
+        self.journal.moved.update(known)
+
+    def joined(self) -> None:
+        self.storage.delete(_TOKEN)
 
     def kept(self, name: str, entry: DirEntry) -> Moved | None:
         moved = self.journal.moved.get(name)
@@ -155,10 +190,16 @@ class LocalPlace:
         except OSError as error:
             raise StorageError(f"{self.written}: {error.strerror or error}") from error
         Target(self.storage, self.path, False, self.written).publish(overwrite)
-        self.journal.remove()
+        self._remove_journals()
 
     def discard(self) -> None:
         self._remove()
+        self._remove_journals()
+
+    def _remove_journals(self) -> None:
+        for path in _journals_beside(self._first):
+            with suppress(OSError):
+                os.unlink(path)
         self.journal.remove()
 
     def _remove(self) -> None:
@@ -171,14 +212,15 @@ class LocalPlace:
 class StorePlace:
     """A prefix of an object store; see `CopyPlace`."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, rank: int = 0) -> None:
         self.path = self.written = path
         self.storage: FsspecStorage = storage_at(path)
-        self.journal: Journal = StoreJournal(self.storage)
+        self.journal: Journal = StoreJournal(self.storage, f".dcptool-copy-{rank}.json" if rank else STORE_NAME)
         self._there: dict[str, DirEntry] = {}
         self._names: tuple[str, ...] = ()
 
-    def begin(self, source: str, names: Collection[str]) -> None:
+    def begin(self, source: str, names: Collection[str], token: str = "") -> None:
+        absorb(self.journal, (StoreJournal(self.storage, name) for name in _further(self.storage)))
         self._there = self._listing()
         ours = {*self.journal.moved, *names, SAVING} if self.journal.source is not None else set()
         others = sorted(self._there.keys() - ours)
@@ -192,9 +234,18 @@ class StorePlace:
             self.journal.begin(source)
         self._names = tuple(names)
         self.storage.abort_uploads()
-        self.storage.write(SAVING, _SAYS_SAVING)
+        self.storage.write(SAVING, _SAYS_SAVING + token.encode())
         for name in self._there.keys() - {*names, SAVING}:
             self.storage.delete(name)
+
+    def join(self, source: str, known: Mapping[str, Moved], token: str) -> None:
+        _require_shared(self, SAVING, _SAYS_SAVING + token.encode())
+        self._there = self._listing()
+        self.journal.begin(source)
+        self.journal.moved.update(known)
+
+    def joined(self) -> None:
+        """What they looked at stays until the copy is complete."""
 
     def _listing(self) -> dict[str, DirEntry]:
         try:
@@ -223,14 +274,35 @@ class StorePlace:
 
     def publish(self, overwrite: bool) -> None:
         self.storage.delete(SAVING)
+        for name in _further(self.storage):
+            self.storage.delete(name)
         self.journal.remove()
 
     def discard(self) -> None:
         with suppress(DcptoolError):
             self.storage.abort_uploads()
-        for name in (*self._names, STORE_NAME, SAVING):
+        further: list[str] = []
+        with suppress(DcptoolError):
+            further = _further(self.storage)
+        for name in (*self._names, *further, STORE_NAME, SAVING):
             with suppress(DcptoolError):
                 self.storage.delete(name)
+
+
+def _further(storage: Storage) -> list[str]:
+    """Return the names of the journals of further processes."""
+    try:
+        return [entry.name for entry in storage.entries() if STORE_NAMES.fullmatch(entry.name)]
+    except CheckpointNotFoundError:
+        return []
+
+
+def _require_shared(place: CopyPlace, name: str, content: bytes) -> None:
+    """Refuse a place where another process does not see what the first one wrote there."""
+    nbytes = place.storage.size(name)
+    if nbytes != len(content) or place.storage.read(name, 0, nbytes) != content:
+        message = f"{place.path}: what rank 0 writes there is not seen by all"
+        raise StorageError(message, next_step="The target must be on storage that all processes share.")
 
 
 def _same_version(one: str, other: str) -> bool:

@@ -5,30 +5,26 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from typing import NamedTuple
 
 from dcptool.checkpoint.findings import Finding, errors, state_of
-from dcptool.copying.publishing import require_place
-from dcptool.errors import CheckpointNotFoundError, ItemError, OutputExistsError, StorageError, UnsafePickleError
-from dcptool.formats.digests import sha256
-from dcptool.formats.marker import FOREIGN, NAME, Marker, marked_as, marker_problems
+from dcptool.errors import ItemError, OutputExistsError, StorageError, UnsafePickleError
+from dcptool.formats.marker import FOREIGN, NAME, Marker, marked_as
 from dcptool.formats.table import is_metadata
-from dcptool.ops.copy.journal import STORE_NAME, Moved
+from dcptool.ops.copy.crew import ALONE, Crew
+from dcptool.ops.copy.journal import Moved
 from dcptool.ops.copy.moving import Mover, memory_nbytes, n_threads, part_of
 from dcptool.ops.copy.passing import PassingFile
-from dcptool.ops.copy.places import CopyPlace, place_at, tidy, unfinished_at
+from dcptool.ops.copy.places import CopyPlace, place_at, tidy
 from dcptool.ops.copy.retrying import Retrying
 from dcptool.ops.copy.survey import Survey, refusal, require_copyable, survey
+from dcptool.ops.copy.there import is_begun, is_there, sizes_of, taken
 from dcptool.ops.replacing import replaced
 from dcptool.ops.verify.verdict import State
-from dcptool.runs.activity import list_files
-from dcptool.storage import LocalStorage, Progress, base_name, is_url, join, locate, walk
-
-SMALL_NBYTES = 1 << 20
-"""Files up to this length are compared by what is in them where a step is only looked at quickly."""
+from dcptool.storage import Progress, base_name, is_url
 
 
 class CopyOptions(NamedTuple):
@@ -130,108 +126,57 @@ def copy_step(
         StorageError: the source cannot be read, is being written or changed meanwhile, or the target cannot be written;
             nothing is published, and what has been copied is used when it is copied again.
     """
+    found = survey(source, options.also, options.marker, options.threads)
+    return copy_found(found, target, options, watch, dry_run=dry_run, quick=quick)
+
+
+def copy_found(
+    found: Survey,
+    target: str,
+    options: CopyOptions,
+    watch: CopyWatch,
+    crew: Crew = ALONE,
+    *,
+    dry_run: bool = False,
+    quick: bool = False,
+) -> StepCopy:
+    """Copy a step that has been listed, with all who see a part of it; else as `copy_step`."""
     began = time.perf_counter()
     target = target if is_url(target) else target.removeprefix("file://")
-    found = survey(source, options.also, options.marker, options.threads)
-    result = StepCopy(base_name(found.path), found.path, target, "there", _sizes(found), found.nbytes)
-    taken = _taken(found, target, options)
-    if (taken or options.overwrite) and is_there(found, target, options.marker, quick=quick):
+    result = StepCopy(base_name(found.path), found.path, target, "there", sizes_of(found), found.nbytes)
+    (in_the_way,) = crew.decide(lambda: (taken(found, target, options.also, options.overwrite),))
+    if (in_the_way or options.overwrite) and is_there(found, target, options.marker, quick=quick, crew=crew):
         if not dry_run:
-            tidy(target)
+            crew.decide(lambda: tidy(target))
         return result._replace(seconds=time.perf_counter() - began)
-    if taken and not (is_url(target) and _is_begun(target)):
-        raise taken
-    require_copyable(found, options.trust)
-    notes = [replaced(target, "dcp")] if options.overwrite else []
-    result = result._replace(notes=tuple(filter(None, [*notes, *found.notes])))
-    copying = _Copying(found, target, options, watch)
+    copying = _Copying(found, target, options, watch, crew)
+    notes = crew.decide(lambda: copying.allowed(in_the_way))
+    result = result._replace(notes=notes)
     done = copying.planned(result) if dry_run else copying.run(result)
     return done._replace(seconds=time.perf_counter() - began)
 
 
-def _sizes(found: Survey) -> tuple[tuple[str, int], ...]:
-    return tuple((name, found.listing[name].nbytes) for name in found.files)
-
-
-def is_there(found: Survey, target: str, marker: str, *, quick: bool = False) -> bool:
-    """Tell whether the same step is at a path already, with a marker that gives the SHA-256 of every file.
-
-    Args:
-        found: the step.
-        target: path or URL.
-        marker: name of the marker.
-        quick: compare only small files and metadata, where the source has no checksums in its own marker.
-    """
-    try:
-        location = locate(target)
-        if location.file is not None:
-            return False
-        there = {name: entry.nbytes for name, entry in list_files(location).items()}
-    except CheckpointNotFoundError:
-        return False
-    proof = marked_as(location.storage, marker)
-    if proof is None or {**dict(_sizes(found)), marker: there.get(marker)} != there:
-        return False
-    foreign = {marker, NAME, *FOREIGN}
-    if any(name not in proof.sha256 for name in found.files if name not in foreign):
-        return False
-    if marker_problems(proof, location.storage, there):
-        return False
-    return all(_is_same(found, name, proof.sha256.get(name), quick) for name in found.files)
-
-
-def _is_same(found: Survey, name: str, digest: str | None, quick: bool) -> bool:
-    """Tell whether a file of the source has a SHA-256; metadata is read, whatever a marker says that may be older."""
-    nbytes, claimed = found.listing[name].nbytes, found.sha256_claims(name)
-    if digest is None:
-        return True
-    if not is_metadata(name) and (claimed or (quick and nbytes > SMALL_NBYTES)):
-        return not claimed or claimed == {digest}
-    return sha256(found.location.storage, name, nbytes) == digest
-
-
-def _taken(found: Survey, target: str, options: CopyOptions) -> OutputExistsError | None:
-    """Return the error that something is at the target, None if a copy can go there.
-
-    Raises:
-        StorageError, UnsupportedError: no copy can, whatever is there.
-    """
-    sources = (found.path, *options.also)
-    needed = found.nbytes
-    if not is_url(target):  # what an unfinished copy has taken is used
-        temporary, _ = unfinished_at(target.rstrip("/") or target)
-        there = walk(LocalStorage(temporary)) if os.path.isdir(temporary) else []
-        needed = max(needed - sum(entry.nbytes for entry in there), 0)
-    try:
-        require_place(target, False, needed, options.overwrite, sources)
-    except OutputExistsError as error:
-        inside = join(target.rstrip("/"), base_name(found.path))
-        hint = f"To copy it into that folder: {inside}" if base_name(target) != base_name(found.path) else ""
-        return OutputExistsError(error.message, next_step=hint or error.next_step)
-    return None
-
-
-def _is_begun(target: str) -> bool:
-    try:
-        location = locate(target)
-    except CheckpointNotFoundError:
-        return False
-    return location.file is None and location.storage.size(STORE_NAME) is not None
-
-
 class _Copying:
-    """One copy of one step."""
+    """One copy of one step, as one process of its crew does it; all of them do the same in the same order."""
 
-    def __init__(self, found: Survey, target: str, options: CopyOptions, watch: CopyWatch) -> None:
-        self._found, self._target, self._options, self._watch = found, target, options, watch
+    def __init__(self, found: Survey, target: str, options: CopyOptions, watch: CopyWatch, crew: Crew) -> None:
+        self._found, self._target, self._options, self._watch, self._crew = found, target, options, watch, crew
         self._again = Retrying(watch.say or (lambda text: None))
         remote = is_url(target) or is_url(found.path)
         self._threads = n_threads(options.threads, remote)
         self._part = part_of([entry.nbytes for entry in found.listing.values()], remote)
         self._findings: list[Finding] = []
         self._moved: dict[str, Moved] = {}
-        self._kept_nbytes = 0
+        self._mine: dict[str, Moved] = {}
         self._lock = threading.Lock()
+
+    def allowed(self, in_the_way: OutputExistsError | None) -> tuple[str, ...]:
+        """Refuse what must not be copied there; return what is worth knowing. For rank 0."""
+        if in_the_way and not (is_url(self._target) and is_begun(self._target)):
+            raise in_the_way
+        require_copyable(self._found, self._options.trust)
+        notes = [replaced(self._target, "dcp")] if self._options.overwrite else []
+        return tuple(filter(None, [*notes, *self._found.notes]))
 
     def planned(self, result: StepCopy) -> StepCopy:
         """Return the plan."""
@@ -243,83 +188,137 @@ class _Copying:
 
     def run(self, result: StepCopy) -> StepCopy:
         """Copy; errors as of `copy_step`."""
-        found = self._found
-        place = place_at(self._target)
+        found, crew = self._found, self._crew
+        found.parts = crew.decide(lambda: found.parts)
+        crew.learn(lambda: (found.held, found.claims))
+        places: list[CopyPlace] = []
         try:
-            source = found.path if is_url(found.path) else os.path.abspath(found.path)
-            self._again(place.path, lambda: place.begin(source, self._names))
-            self._go_on(place)
+            place = self._begun(places)
+            kept_nbytes = self._go_on(place)
             try:
                 with Mover(
-                    found.location.storage, self._threads, self._part, self._again, self._watch.progress
+                    found.location.storage,
+                    self._threads,
+                    self._part,
+                    self._again,
+                    self._watch.progress,
+                    crew.require_going,
                 ) as mover:
                     self._move_all(mover, place)
-                self._publish(place)
+                crew.decide(lambda: self._publish(place))
             except (ItemError, UnsafePickleError):
-                place.discard()
+                if crew.rank == 0:
+                    place.discard()
                 raise
             except StorageError as error:
                 with suppress(StorageError):
                     place.journal.save()
                 if error.gone:  # a file that is written anew is empty at first
-                    self._again(found.path, found.require_unchanged)
+                    self._require_unchanged()
                 raise
         finally:
-            place.journal.close()
+            for one in places:
+                one.journal.close()
         return result._replace(
             state="copied",
-            kept_nbytes=self._kept_nbytes,
+            kept_nbytes=kept_nbytes,
             n_checked=sum(moved.n_records for moved in self._moved.values()),
             n_claimed=len(self._found.claims.keys() & self._moved.keys()),
-            retries=self._again.count,
+            retries=sum(crew.each(lambda: self._again.count)),
             memory_nbytes=self._memory,
         )
 
-    @property
-    def _names(self) -> set[str]:
-        return {*self._found.files, self._options.marker}
+    def _begun(self, places: list[CopyPlace]) -> CopyPlace:
+        """Return where the copy grows, ready for this process; it is added to `places` once it is held."""
+        found, crew = self._found, self._crew
+        names = {*found.files, self._options.marker}
 
-    def _go_on(self, place: CopyPlace) -> None:
-        """Find what an earlier run copied, and say how much there is to do.
+        def begin() -> tuple[str, str, dict[str, Moved]]:
+            source = found.path if is_url(found.path) else os.path.abspath(found.path)
+            token = os.urandom(8).hex() if crew.size > 1 else ""
+            place = place_at(self._target)
+            places.append(place)
+            self._again(place.path, lambda: place.begin(source, names, token))
+            return source, token, place.journal.moved
+
+        source, token, known = crew.decide(begin)
+
+        def join() -> None:
+            if crew.rank:
+                place = place_at(self._target, crew.rank)
+                places.append(place)
+                self._again(place.path, lambda: place.join(source, known, token))
+
+        crew.each(join)
+        place = places[0]
+        crew.decide(place.joined)
+        return place
+
+    def _gather(self, part: Callable[[], object]) -> None:
+        """Do a part in every process, and have all know what each found to be, or made, at the target."""
+
+        def done() -> tuple[dict[str, Moved], list[Finding]]:
+            part()
+            return self._mine, self._findings
+
+        told = self._crew.each(done)
+        self._moved = {name: moved for mine, _ in told for name, moved in mine.items()}
+        self._findings = [finding for _, findings in told for finding in findings]
+
+    def _go_on(self, place: CopyPlace) -> int:
+        """Find what an earlier run copied, and say how much there is to do; return the bytes of what is there.
 
         What makes a copy look complete goes if it, or anything else before it, has to be copied anew.
         """
         found = self._found
-        last, n_before = set(found.last), len(found.first)
-        for name in found.files:
-            is_last = name in last
-            kept = None if is_last and len(self._moved) < n_before else place.kept(name, found.listing[name])
-            if kept and found.sha256_claims(name) <= {kept.sha256}:
-                self._moved[name] = kept
-                self._kept_nbytes += kept.nbytes
-            elif is_last:
-                self._delete(place, name)
-        self._delete(place, self._options.marker)
+        self._gather(lambda: self._keep(place, found.first))
+        if len(self._moved) == len(found.first):
+            self._gather(lambda: self._keep(place, found.last))
+        self._crew.decide(lambda: self._remove_seals(place))
         if self._watch.expect:
-            self._watch.expect(self._found.nbytes - self._kept_nbytes)
+            left = (name for name in found.files if self._is_to_move(name))
+            self._watch.expect(sum(found.listing[name].nbytes for name in left))
+        return sum(moved.nbytes for moved in self._moved.values())
 
-    def _delete(self, place: CopyPlace, name: str) -> None:
-        self._again(name, lambda: place.storage.delete(name))
+    def _keep(self, place: CopyPlace, names: Iterable[str]) -> None:
+        """Take note of files that this process would send, and that can be proven to be there."""
+        for name in filter(self._crew.sends, names):
+            kept = place.kept(name, self._found.listing[name])
+            if kept and self._found.sha256_claims(name) <= {kept.sha256}:
+                self._mine[name] = kept
+
+    def _is_to_move(self, name: str) -> bool:
+        return name not in self._moved and self._crew.sends(name)
+
+    def _remove_seals(self, place: CopyPlace) -> None:
+        for name in (*self._found.last, self._options.marker):
+            if name not in self._moved:
+                self._again(name, lambda name=name: place.storage.delete(name))  # type: ignore[misc]
 
     def _move_all(self, mover: Mover, place: CopyPlace) -> None:
         """Copy what is not there; the files that make it look complete only when all is known to be sound."""
         found = self._found
-        mover.all(
-            [name for name in found.first if name not in self._moved], lambda name: self._move(mover, place, name)
-        )
-        for name in found.last:
-            passing = self._passing(name)
-            mover.look_only(name, found.listing[name].nbytes, passing)
-            passing.sha256()
-            self._note(passing.findings)
-        self._require_sound()
-        self._again(found.path, found.require_unchanged)
-        self._again(place.path, lambda: place.require_all(self._moved))
-        for name in found.last:
-            if name not in self._moved:
+
+        def move(name: str) -> None:
+            if self._is_to_move(name):
                 self._move(mover, place, name)
+
+        def first() -> None:
+            mover.all(filter(self._is_to_move, found.first), move)
+            for name in filter(self._crew.sends, found.last):
+                passing = self._passing(name)
+                mover.look_only(name, found.listing[name].nbytes, passing)
+                passing.sha256()
+                self._note(passing.findings)
+
+        self._gather(first)
         self._require_sound()
-        self._again(found.path, found.require_unchanged)
+        self._require_unchanged()
+        self._crew.decide(lambda: self._again(place.path, lambda: place.require_all(self._moved)))
+        for name in found.last:
+            self._gather(lambda name=name: move(name))  # type: ignore[misc]
+        self._require_sound()
+        self._require_unchanged()
 
     def _move(self, mover: Mover, place: CopyPlace, name: str) -> None:
         entry = self._found.listing[name]
@@ -332,7 +331,7 @@ class _Copying:
             moved = Moved(entry.nbytes, entry.mtime, entry.version, digest, passing.stored, passing.n_records)
             self._again(name, lambda: place.journal.add(name, moved))
             with self._lock:
-                self._moved[name] = moved
+                self._mine[name] = moved
 
     def _passing(self, name: str) -> PassingFile:
         found = self._found
@@ -343,11 +342,14 @@ class _Copying:
         with self._lock:
             self._findings += findings
 
+    def _require_unchanged(self) -> None:
+        self._crew.each(lambda: self._again(self._found.path, self._found.require_unchanged))
+
     def _require_sound(self) -> None:
         wrong = errors(self._findings)
         if wrong:
-            self._again(self._found.path, self._found.require_unchanged)  # a save into the same place looks like damage
-            raise refusal(self._found.path, wrong, State(state_of(wrong)))
+            self._require_unchanged()  # a save into the same place looks like damage
+            self._crew.decide(lambda: _refuse(self._found.path, wrong))
 
     def _publish(self, place: CopyPlace) -> None:
         """Write the marker, last of all, and give the copy its name."""
@@ -376,3 +378,7 @@ class _Copying:
         )
         metadata = {file: digest for file, digest in digests.items() if is_metadata(file)}
         return (old or made)._replace(name=name, files=files, metadata_sha256=metadata, sha256=digests).document()
+
+
+def _refuse(path: str, wrong: Sequence[Finding]) -> None:
+    raise refusal(path, wrong, State(state_of(wrong)))

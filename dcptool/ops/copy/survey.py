@@ -17,7 +17,7 @@ from dcptool.formats.detect import find_parts, open_part
 from dcptool.formats.digests import SHA256
 from dcptool.formats.marker import NAME
 from dcptool.formats.table import is_metadata, vouching
-from dcptool.ops.verify.judge import judge
+from dcptool.ops.verify.judge import judge_at
 from dcptool.ops.verify.verdict import State, Verdict, VerifyOptions
 from dcptool.ops.verify.vouched import Claim, claims_of
 from dcptool.runs.activity import list_files
@@ -50,7 +50,6 @@ class Survey:
 
     Args:
         location: its folder, or several as one.
-        also: the others of these.
         marker: name of its marker.
         threads: how many read at the same time.
 
@@ -58,16 +57,19 @@ class Survey:
         listing: its files by name, as they were before anything of it was read.
     """
 
-    def __init__(self, location: Location, also: Sequence[str], marker: str, threads: int | None) -> None:
-        self.location, self.marker = location, marker
-        self._also, self._threads = tuple(also), threads
+    def __init__(self, location: Location, marker: str, threads: int | None) -> None:
+        self.location, self.marker, self._threads = location, marker, threads
         self.listing: Mapping[str, DirEntry] = list_files(location)
 
     @cached_property
     def verdict(self) -> Verdict:
         """The verdict on it, for which the headers of all items are read."""
-        options = VerifyOptions(Level.RECORDS, self.marker, also=self._also, threads=self._threads)
-        return judge(self.path, options)
+        return judge_at(self.location, VerifyOptions(Level.RECORDS, self.marker, threads=self._threads))
+
+    @cached_property
+    def parts(self) -> Sequence[str]:
+        """The places of the checkpoints in it that opened."""
+        return [report.name for report in self.verdict.parts]
 
     @property
     def path(self) -> str:
@@ -101,7 +103,7 @@ class Survey:
     def held(self) -> Mapping[str, Sequence[ItemsOfFile]]:
         """For each file the checkpoints that have items in it."""
         found: dict[str, list[ItemsOfFile]] = {}
-        for part in (report.name for report in self.verdict.parts):
+        for part in self.parts:
             checkpoint = open_part(self.location, part)
             items = FileItems(checkpoint)
             for name in items.files:
@@ -135,11 +137,15 @@ class Survey:
             StorageError: names a file that changed.
             CheckpointNotFoundError: it is gone.
         """
-        now = list_files(self.location)
-        if now != self.listing:
-            changed = sorted({*self.listing.items()} ^ {*now.items()})[0][0]
+        before, now = self._seen()
+        if now != before:
+            changed = sorted({*before.items()} ^ {*now.items()})[0][0]
             message = f"{self.path}: {changed} changed while it was read, nothing was published"
             raise StorageError(message, next_step="Somebody saves there: run this again when that is done.")
+
+    def _seen(self) -> tuple[Mapping[str, DirEntry], Mapping[str, DirEntry]]:
+        """Return its files as they were, and as they are now."""
+        return self.listing, list_files(self.location)
 
 
 def survey(
@@ -152,12 +158,17 @@ def survey(
         StorageError: it cannot be listed.
         UnsupportedError: the path is a file.
     """
+    return Survey(located_step(path, also), marker, threads)
+
+
+def located_step(path: str | os.PathLike[str], also: Sequence[str] = ()) -> Location:
+    """Find a step's folder; errors as of `survey`."""
     location = locate(path, also)
     if location.file is not None:
         raise UnsupportedError(
             f"{location.path} is a file, no step", next_step="cp and the tools of object stores copy single files."
         )
-    return Survey(location, also, marker, threads)
+    return location
 
 
 def require_copyable(found: Survey, trust: bool) -> None:

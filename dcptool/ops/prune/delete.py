@@ -6,11 +6,10 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from dcptool.checkpoint.findings import state_of
-from dcptool.checkpoint.kinds import Effect
 from dcptool.checks.check import Level
 from dcptool.errors import CheckpointNotFoundError, DcptoolError, StorageError
 from dcptool.formats.table import vouching
+from dcptool.ops.prune.archive import Archived, is_sound
 from dcptool.ops.prune.plan import Decision, PrunePlan
 from dcptool.ops.prune.prune import links_into, names_of
 from dcptool.ops.verify.judge import judge
@@ -22,6 +21,7 @@ from dcptool.words import listed
 
 _PATIENCE = (0.05, 0.2, 0.5, 1.0, 2.0)
 """Seconds to wait for what somebody else seems to be deleting to be gone."""
+_NOT_THERE = "it has not been proven to be in the archive"
 
 
 class Deleted(NamedTuple):
@@ -38,6 +38,7 @@ def delete_steps(
     *,
     proof: Level = Level.RECORDS,
     finite: bool = False,
+    archived: Archived | None = None,
     progress: Progress | None = None,
 ) -> Deleted:
     """Delete the steps that a plan removes, the one saved first first, looking again at each just before.
@@ -45,14 +46,16 @@ def delete_steps(
     Nothing is deleted unless the newest complete step that is kept passes a check. A step's marker and metadata go
     first, so that one half deleted never looks complete. A step is left alone if it changed since the plan was made, if
     a pointer or a link in a kept step leads to it now, or if no kept step that is newer (for one that was not whole:
-    none at all) is complete any more. What cannot be deleted is refused too, and the others go on. What somebody else
-    deletes meanwhile counts as gone.
+    none at all) is complete any more. One that belongs into the archive is left alone unless it has been proven to be
+    there, and nothing here was written since. What cannot be deleted is refused too, and the others go on. What
+    somebody else deletes meanwhile counts as gone.
 
     Args:
         plan: as `make_plan` returns it.
         options: as the plan was made with.
         proof: how closely the newest step that is kept is looked at first.
         finite: whether it must hold no NaN and no infinity, for which every byte of it is read.
+        archived: what `archive_steps` has proven to be in the plan's archive.
         progress: told the number of bytes as they are read for that.
 
     Raises:
@@ -63,9 +66,12 @@ def delete_steps(
     reason = _unproven(plan, closely, progress) if plan.removed else ""
     if reason:
         return Deleted((), 0, tuple((decision.name, reason) for decision in plan.removed))
-    look = _Look(plan, storage, options)
+    proven = archived.proven if archived and archived.path == plan.archive else {}
+    unproven = {one.name: _NOT_THERE for one in plan.milestones if not one.keep and one.name not in proven}
+    plan = plan.keeping(unproven)
+    look = _Look(plan, storage, options, proven)
     names: list[str] = []
-    refused: list[tuple[str, str]] = []
+    refused: list[tuple[str, str]] = list(unproven.items())
     nbytes = 0
     for decision in plan.removed:
         try:
@@ -93,7 +99,7 @@ def _unproven(plan: PrunePlan, options: VerifyOptions, progress: Progress | None
         return f"{plan.newest}, the newest that is kept, cannot be looked at: {error.message}"
     if verdict.not_finite:
         return f"{plan.newest}, the newest that is kept, holds NaN or infinities: {listed(verdict.not_finite, 3)}"
-    if state_of(verdict.findings) in ("complete", Effect.UNREAD.value):  # what is not looked into is not known bad
+    if is_sound(verdict):
         return ""
     return f"{plan.newest}, the newest that is kept, is {verdict.state.value}: {verdict.reason}"
 
@@ -116,8 +122,10 @@ def _goes(storage: Storage, name: str) -> bool:
 class _Look:
     """Another look at a run just before a deletion; what has not changed on disk is not judged again."""
 
-    def __init__(self, plan: PrunePlan, storage: Storage, options: VerifyOptions) -> None:
-        self._plan, self._storage, self._options = plan, storage, options
+    def __init__(
+        self, plan: PrunePlan, storage: Storage, options: VerifyOptions, archived: Mapping[str, Mapping[str, DirEntry]]
+    ) -> None:
+        self._plan, self._storage, self._options, self._archived = plan, storage, options, archived
         self._names = tuple(decision.name for decision in plan.decisions)
         self._judged: dict[str, tuple[Mapping[str, DirEntry], bool]] = {}
 
@@ -136,6 +144,8 @@ class _Look:
             return f"{named[name]} now"
         if self._has_changed(decision):
             return "it has changed since the plan was made"
+        if decision in self._plan.milestones and not self._is_archived(name):
+            return "it has changed since it was archived"
         kept = [other for other in self._plan.decisions if other.keep]
         user = next((other.name for other in kept if name in links_into(storage, other.name, self._names)), None)
         if user:
@@ -154,6 +164,9 @@ class _Look:
         parts = {name.rpartition("/")[0] for name in listing}
         planned = (decision.n_files, decision.nbytes, decision.written)
         return now != planned or negative_sign(location, listing, parts) is not None
+
+    def _is_archived(self, name: str) -> bool:
+        return self._archived.get(name) == list_files(locate(join(self._plan.run, name)))
 
     def _is_complete(self, name: str) -> bool:
         path = join(self._plan.run, name)

@@ -24,6 +24,7 @@ class Decision(NamedTuple):
         n_files: how many they are.
         written: when the newest of them was written, seconds since the epoch; None if unknown.
         resumable: whether a job can go on from it, as far as is known.
+        milestone: whether it is one that belongs into the archive.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Decision(NamedTuple):
     n_files: int = 0
     written: float | None = None
     resumable: bool = True
+    milestone: bool = False
 
 
 class PrunePlan(NamedTuple):
@@ -43,16 +45,32 @@ class PrunePlan(NamedTuple):
         run: path of the run directory.
         decisions: the step saved first first.
         notes: what is odd about the run.
+        archive: path or URL of the folder that milestones are copied into, "" if they stay here.
     """
 
     run: str
     decisions: tuple[Decision, ...]
     notes: tuple[Finding, ...] = ()
+    archive: str = ""
 
     @property
     def removed(self) -> tuple[Decision, ...]:
         """The steps that are to be deleted."""
         return tuple(decision for decision in self.decisions if not decision.keep)
+
+    @property
+    def milestones(self) -> tuple[Decision, ...]:
+        """The steps that belong into the archive, also those that stay here for now; none without an archive."""
+        return tuple(decision for decision in self.decisions if decision.milestone and self.archive)
+
+    def keeping(self, reasons: Mapping[str, str]) -> PrunePlan:
+        """Return this plan, but that steps of these names stay, for the reasons given."""
+        return self._replace(
+            decisions=tuple(
+                one._replace(keep=True, reason=reasons[one.name]) if not one.keep and one.name in reasons else one
+                for one in self.decisions
+            )
+        )
 
     @property
     def newest(self) -> str:
@@ -67,6 +85,7 @@ def plan_prune(
     keep: int,
     *,
     archive_every: int | None = None,
+    archive_to: str = "",
     include_incomplete: bool = False,
     older_than: float = 0.0,
     now: float = 0.0,
@@ -87,6 +106,8 @@ def plan_prune(
         verdicts: on all its steps, the one saved first first.
         keep: how many of the newest complete steps to keep, at least 1.
         archive_every: keep every complete step whose number is a multiple of this too.
+        archive_to: path or URL of a folder to keep these in instead: once they are proven to be there (see
+            `archive_steps`), they go here like others.
         include_incomplete: delete incomplete, damaged and unmarked steps too.
         older_than: but only those last written so many seconds before `now`.
         now: seconds since the epoch.
@@ -95,10 +116,12 @@ def plan_prune(
         later: steps that were written after the newest complete one, by what times say, the last one first.
 
     Raises:
-        ValueError: `keep` or `archive_every` is below 1.
+        ValueError: `keep` or `archive_every` is below 1, or there is an archive for no steps.
     """
     if keep < 1 or (archive_every is not None and archive_every < 1):
         raise ValueError("keep and archive_every must be at least 1")
+    if archive_to and archive_every is None:
+        raise ValueError("an archive is for steps that archive_every says")
     names = [verdict.name for verdict in verdicts]
     complete = [verdict.name for verdict in verdicts if verdict.state is State.COMPLETE]
     newest = dict(zip(reversed(complete), range(1, keep + 1), strict=False))
@@ -121,6 +144,8 @@ def plan_prune(
         if name in named:
             return True, named[name]
         if state is State.COMPLETE:
+            if archive_to and is_milestone(verdict, archive_every):
+                return False, f"milestone: a multiple of {archive_every}, kept in the archive"
             if archive_every and (verdict.step or 0) % archive_every == 0:
                 return True, f"milestone: a multiple of {archive_every}"
             return False, f"older than the newest {keep}"
@@ -153,10 +178,18 @@ def plan_prune(
             verdict.n_files,
             verdict.written,
             verdict.resumable is not False,
+            is_milestone(verdict, archive_every),
         )
         for verdict in verdicts
     ]
-    return PrunePlan(run, tuple(_keep_linked(decisions, links or {})))
+    return PrunePlan(run, tuple(_keep_linked(decisions, links or {})), archive=archive_to)
+
+
+def is_milestone(verdict: Verdict, every: int | None) -> bool:
+    """Tell whether a step is complete, and its number a multiple."""
+    if not every or verdict.state is not State.COMPLETE or verdict.step is None:
+        return False
+    return verdict.step % every == 0
 
 
 def _is_left_over(verdict: Verdict, now: float) -> bool:

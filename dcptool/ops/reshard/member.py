@@ -8,29 +8,28 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dcptool.checkpoint.casting import NO_LOSS, Loss
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.regions import Box
 from dcptool.checkpoint.selection import Selection, select
-from dcptool.copying.checking import settle
 from dcptool.copying.engine import CopyReport, copy
 from dcptool.copying.outputs import OutputFile
 from dcptool.copying.publishing import Target, prepare, require_place
-from dcptool.errors import ItemError, WorkerError
+from dcptool.errors import WorkerError
 from dcptool.formats.dcp.write import Arrangement, data_files
-from dcptool.formats.detect import open_checkpoint, open_part
+from dcptool.formats.detect import open_checkpoint
 from dcptool.groups.audience import Audience, NotedStorage
 from dcptool.groups.group import ProcessGroup
 from dcptool.groups.sharing import Contribution, agree, blocks, contribute, require_going, values_of
 from dcptool.ops.carrying import carry, require_same_bytes
-from dcptool.ops.guards import ANOTHER_STEP, damaged, require_equal, require_same, require_unchanged
+from dcptool.ops.guards import ANOTHER_STEP, require_equal, require_proven, require_same
 from dcptool.ops.replacing import replaced
-from dcptool.ops.reshard.plan import PartPlan, Plan, ReshardOptions, make_plan, options_of_part
+from dcptool.ops.reshard.plan import PartPlan, Plan, ReshardOptions, asked_of, make_plan
 from dcptool.ops.reshard.result import Resharded, summarize_plan
-from dcptool.storage import Creator, LocalStorage, is_url, join, locate, storage_at
+from dcptool.ops.sources import open_again
+from dcptool.storage import Creator, LocalStorage, is_url, join, storage_at
 
 OPEN_FILES = 128
 """Files a process writes side by side; each gathers small writes in memory."""
@@ -108,7 +107,8 @@ class _Coordinator:
             self.place.note(one.made)
         reports = values_of(written)
         for index, part in enumerate(self.plan.parts):
-            _require_proven(part, [of_member[index] for of_member in reports], self._options)
+            of_part = [of_member[index] for of_member in reports]
+            require_proven(part.source, of_part, self._options.threads or 2, ANOTHER_STEP)
         _seal(self.plan, self.place, self._options, self._audience)
         self._audience.published()
         unproven = {fqn for of_member in reports for report in of_member for fqn in report.unproven}
@@ -161,11 +161,8 @@ def _write(
 def _opened(opens: tuple[str, str], part: str, options: ReshardOptions) -> tuple[Checkpoint, Selection]:
     """Open a part of what rank 0 opened, and select the same of it."""
     path, folder = opens
-    location = locate(path, options.also)
-    place = "/".join(filter(None, (folder, part)))
-    checkpoint = open_part(location, place) if place else open_checkpoint(path, options.also)
-    asked = options_of_part(checkpoint, options)
-    return checkpoint, select(checkpoint, asked.keys, asked.exclude, asked.renaming)
+    checkpoint = open_again(path, options.also, "/".join(filter(None, (folder, part))))
+    return checkpoint, select(checkpoint, *asked_of(options).of_part(checkpoint))
 
 
 def _storage(target: str, audience: Audience) -> tuple[Creator, int]:
@@ -173,24 +170,6 @@ def _storage(target: str, audience: Audience) -> tuple[Creator, int]:
     if is_url(target):
         return NotedStorage(storage_at(target), audience), OPEN_OBJECTS
     return LocalStorage(target), OPEN_FILES
-
-
-def _require_proven(part: PartPlan, reports: Sequence[CopyReport], options: ReshardOptions) -> None:
-    """Refuse a source that changed or is damaged; check the records that several members read parts of.
-
-    Raises:
-        ItemError: names tensors, files and bytes.
-        StorageError: somebody wrote to it meanwhile.
-    """
-    require_unchanged(part.source)
-    failures: dict[Any, Finding] = {}
-    for report in reports:
-        failures |= {(finding.fqn, finding.file, finding.byte_range): finding for finding in report.failures}
-    partly_read = [found for report in reports for found in report.partly_read]
-    for finding in settle(part.source, partly_read, options.threads or 2):
-        failures.setdefault((finding.fqn, finding.file, finding.byte_range), finding)
-    if failures:
-        raise ItemError(damaged(part.source, list(failures.values()), ANOTHER_STEP))
 
 
 def _seal(plan: Plan, place: Target, options: ReshardOptions, audience: Audience) -> None:

@@ -13,10 +13,8 @@ from dcptool.checkpoint.selection import (
     AS_IS,
     Renaming,
     Selection,
-    renaming_of_part,
     require_match,
     select,
-    selects,
     unmatched,
 )
 from dcptool.checks.check import cover_problems
@@ -32,7 +30,9 @@ from dcptool.ops.model_config import with_dtype
 from dcptool.ops.reshard.assign import assign
 from dcptool.ops.reshard.mesh import MAX_RANKS, parse_mesh, parse_placement
 from dcptool.ops.reshard.rules import LayoutRules, WantedLayout, mesh_hint
-from dcptool.ops.reshard.source import ReshardSource, default_target, in_a_run, open_source, source_here
+from dcptool.ops.reshard.source import default_target, in_a_run, source_here
+from dcptool.ops.sources import StepSource, Wish, open_source, require_renamed
+from dcptool.ops.tracking import tracked
 from dcptool.storage import join
 from dcptool.words import listed, plural
 
@@ -60,6 +60,8 @@ class ReshardOptions(NamedTuple):
         rank: of a checkpoint in which each rank kept metadata of its own, the one whose values are taken where they
             differ; None refuses them.
         renaming: how names and dtypes change.
+        torch: a version of torch, (2, 2) or later, that shall read the output: what it cannot hold is refused. None for
+            the oldest that can hold it all, which is told.
     """
 
     world_size: int | None = None
@@ -78,6 +80,7 @@ class ReshardOptions(NamedTuple):
     trust: bool = False
     rank: int | None = None
     renaming: Renaming = AS_IS
+    torch: tuple[int, int] | None = None
 
 
 class PartPlan(NamedTuple):
@@ -165,7 +168,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
     several = len(found.parts) > 1
     if several:
         require_match(list(found.parts.values()), options.keys, options.exclude)
-        _require_renamed(list(found.parts.values()), options)
+        require_renamed(found.parts.values(), options.renaming)
     asked = {name: _options_of(part, options) if several else options for name, part in found.parts.items()}
     chosen = {name: part for name, part in found.parts.items() if asked[name] is not None}
     n_ranks = 0
@@ -176,7 +179,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
         wanted = _wanted_layout(of_part, name if several or found.step else "")
         n_ranks = wanted.n_ranks
         path = path or default_target(found.path, n_ranks, found.around[1] if found.around else "")
-        parts.append(_plan_part(name, checkpoint, join(path, name) if name else path, of_part, wanted))
+        parts.append(_plan_part(name, checkpoint, of_part, wanted))
     following = NOTHING
     cut = None if options.files else n_ranks
     if found.step:
@@ -188,6 +191,7 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
         *told,
         *found.notes,
         *in_a_run(found, path),
+        *tracked(found.step.profile if found.step else None, path),
         *(_step_notes(found, chosen, options) if several else ()),
         *dict.fromkeys(note for part in parts for note in part.notes),
         *following.notes,
@@ -196,14 +200,14 @@ def make_plan(source: str | None, target: str | None, options: ReshardOptions) -
     return Plan(found.path, (source, found.folder), tuple(parts), following, marker, path, n_ranks, notes)
 
 
-def _plan_part(name: str, checkpoint: Checkpoint, path: str, options: ReshardOptions, wanted: WantedLayout) -> PartPlan:
+def _plan_part(name: str, checkpoint: Checkpoint, options: ReshardOptions, wanted: WantedLayout) -> PartPlan:
     selection = select(checkpoint, options.keys, options.exclude, options.renaming)
     require_sound(checkpoint, selection, options.keys, options.exclude, trust=options.trust)
     require_one_rank(checkpoint, {item.entry.fqn for item in selection.in_order})
     _require_common(selection, wanted)
     rules = LayoutRules(checkpoint, selection, wanted)
     arrangement = assign(rules.held(), wanted.n_ranks)
-    layout = lay_out_dcp(checkpoint, selection, path, arrangement)
+    layout = lay_out_dcp(checkpoint, selection, arrangement, options.torch)
     if not options.trust:
         require_safe(checkpoint, selection)
     notes = [*selection.notes, *layout.notes, *_notes(checkpoint, selection, rules, wanted)]
@@ -213,39 +217,22 @@ def _plan_part(name: str, checkpoint: Checkpoint, path: str, options: ReshardOpt
 
 def _options_of(part: Checkpoint, options: ReshardOptions) -> ReshardOptions | None:
     """Return what of the options is about one part of several; None if nothing of it is selected."""
-    found = options_of_part(part, options)
-    if (len(part) or found.keys) and not any(selects(fqn, found.keys, found.exclude) for fqn in part):
+    asked = asked_of(options).of_part(part)
+    if not asked.takes_of(part):
         return None
     mesh = parse_mesh(options.mesh) if options.mesh else None
     placements = tuple(
         text for text in options.placements if mesh and any(map(parse_placement(text, mesh).matches, part.tensors))
     )
-    return found._replace(placements=placements)
+    return options._replace(**asked._asdict(), placements=placements)
 
 
-def _require_renamed(parts: Sequence[Checkpoint], options: ReshardOptions) -> None:
-    """Refuse a new name for what is in no part.
-
-    Raises:
-        LayoutError: names the first.
-    """
-    known = {pair for part in parts for pair in renaming_of_part(options.renaming, part).rename}
-    lone = next((old for old, new in options.renaming.rename if (old, new) not in known), None)
-    if lone is not None:
-        raise LayoutError(f"--rename {lone}=…: no entry of any part has this name")
+def asked_of(options: ReshardOptions) -> Wish:
+    """Return what of options says which entries are taken, and under which names."""
+    return Wish(options.keys, options.exclude, options.renaming)
 
 
-def options_of_part(part: Checkpoint, options: ReshardOptions) -> ReshardOptions:
-    """Return options with what of the names and globs in them matches something of a part; `keys` where none does."""
-    keys, exclude = (
-        tuple(glob for glob in globs if any(selects(fqn, (glob,), ()) for fqn in part))
-        for globs in (options.keys, options.exclude)
-    )
-    renaming = renaming_of_part(options.renaming, part) if options.renaming.rename else options.renaming
-    return options._replace(keys=keys or options.keys, exclude=exclude, renaming=renaming)
-
-
-def _step_notes(found: ReshardSource, chosen: Collection[str], options: ReshardOptions) -> list[str]:
+def _step_notes(found: StepSource, chosen: Collection[str], options: ReshardOptions) -> list[str]:
     """Say of options what matches nothing in any part, and which parts are left out."""
     names = {fqn for part in found.parts.values() for fqn in part}
     notes = list(unmatched(names, options.keys, options.exclude))

@@ -1,117 +1,18 @@
-"""Which checkpoints are resharded, and where the output goes: a step with all its parts, or one checkpoint alone."""
+"""What is resharded if nobody says, and where the output goes if nobody says."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
-from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.steps import step_number
-from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError, SeveralCheckpointsError, UnsupportedError
-from dcptool.formats.dcp.format import DCP, metadata_rank
-from dcptool.formats.detect import find_parts, open_at, open_part
+from dcptool.errors import CheckpointNotFoundError, DcptoolError, LayoutError
+from dcptool.formats.detect import find_parts
 from dcptool.formats.table import FORMATS, fills_folder
-from dcptool.frameworks.profile import Follow
-from dcptool.ops.following import FoundStep, fixed_message, left_notes, opened_parts, step_around, step_of
 from dcptool.ops.latest import find_latest
-from dcptool.runs.activity import list_files
+from dcptool.ops.sources import StepSource
 from dcptool.runs.directory import is_run_of
-from dcptool.storage import Location, base_name, is_url, join, locate
-
-MAX_LISTED = 20
-
-
-class ReshardSource(NamedTuple):
-    """What is resharded.
-
-    Attributes:
-        path: of the step, or of the one checkpoint.
-        parts: what is written anew, by its place in the step; "" is the step itself.
-        folder: where the step is below the path that was named.
-        step: the step; None of a checkpoint whose folder is none, such as a file.
-        around: the step that the checkpoint is one part of, and its place there.
-        notes: worth knowing, one sentence each.
-    """
-
-    path: str
-    parts: Mapping[str, Checkpoint]
-    folder: str = ""
-    step: FoundStep | None = None
-    around: tuple[FoundStep, str] | None = None
-    notes: tuple[str, ...] = ()
-
-
-def open_source(path: str, also: Sequence[str] = ()) -> ReshardSource:
-    """Open what a path names: all checkpoints of a step, or one checkpoint.
-
-    Raises:
-        CheckpointNotFoundError: there is none, or the path is of several that are no step.
-        UnsupportedError: it is a step of files that only as many ranks as saved it can load.
-    """
-    location = locate(path, also)
-    if location.file is not None:
-        checkpoint = open_part(location, "")
-        if metadata_rank(location.file) is None:
-            return ReshardSource(checkpoint.path, {"": checkpoint})
-        folder = Location(location.storage, None)  # of a checkpoint as one of its ranks saved it
-        return ReshardSource(folder.path, {"": checkpoint}, "", step_of(folder, {"": checkpoint}, list_files(folder)))
-    names = [part.name for part in find_parts(location, below_whole=True)]
-    if not names:
-        _require_not_fixed(location)
-    if "" in names or not is_run_of(base_name(location.path), names):
-        return _open_step(location, "") if names else _alone(open_at(location))
-    steps = list(dict.fromkeys(map(_step_in, names)))
-    if len(steps) > 1:
-        paths = tuple(join(location.path, step) for step in steps)
-        lines = "\n".join(paths[:MAX_LISTED])
-        what = "checkpoints" if len(steps) == len(names) else "steps"
-        message = f"{location.path} holds {len(steps)} {what}; name one:\n{lines}"
-        raise SeveralCheckpointsError(message, location.path, paths)
-    return _open_step(Location(location.storage.below(steps[0]), None), steps[0])
-
-
-def _step_in(place: str) -> str:
-    """Return where the step is that a checkpoint at a place below a run directory is of."""
-    names = place.split("/")
-    depth = next((depth for depth, name in enumerate(names, 1) if step_number(name) is not None), len(names))
-    return "/".join(names[:depth])
-
-
-def _open_step(location: Location, folder: str) -> ReshardSource:
-    listing = list_files(location)
-    opened = opened_parts(location, listing)
-    parts = {name: checkpoint for name, checkpoint in opened.items() if checkpoint.format is DCP}
-    if not parts:
-        return _alone(open_at(location))
-    if "" in parts:  # what lies below a whole checkpoint is beside it
-        parts = {"": parts[""]}
-    step = step_of(location, opened, listing)
-    [one, *others] = parts
-    if one and not others and step.profile is None and all(name.startswith(f"{one}/") for name in listing):
-        inside = Location(location.storage.below(one), None)  # one checkpoint in a folder that is nothing itself
-        return _open_step(inside, "/".join(filter(None, (folder, one))))
-    around = step_around(parts[""]) if "" in parts else None
-    return ReshardSource(location.path, parts, folder, step, around)
-
-
-def _alone(checkpoint: Checkpoint) -> ReshardSource:
-    """Return a checkpoint of a format in which one process saves: what is beside it stays."""
-    location = locate(checkpoint.root)
-    listing = list_files(location) if checkpoint.format.name != "torch_save" else {}
-    step = step_of(location, {"": checkpoint}, listing)
-    return ReshardSource(checkpoint.path, {"": checkpoint}, notes=tuple(left_notes(step, [""])))
-
-
-def _require_not_fixed(location: Location) -> None:
-    step = step_of(location, {}, list_files(location))
-    fixed = [name for name in step.listing if step.follows(name) is Follow.FIXED]
-    if fixed:
-        raise UnsupportedError(
-            f"{fixed_message(step, fixed)}: dcptool cannot reshard it",
-            next_step="Resume on as many ranks as saved it, or use what its trainer has to convert it.",
-        )
+from dcptool.storage import base_name, is_url, locate
 
 
 def source_here() -> tuple[str, tuple[str, ...]]:
@@ -177,7 +78,7 @@ def _place_in_step(path: str) -> str:
     return ""
 
 
-def in_a_run(source: ReshardSource, target: str) -> list[str]:
+def in_a_run(source: StepSource, target: str) -> list[str]:
     """Warn of an output whose name the trainer of a run takes for one of its own steps, or stumbles over."""
     step = source.around[0] if source.around else source.step
     place = source.around[1] if source.around else ""

@@ -46,7 +46,13 @@ def judge(
         CheckpointNotFoundError: there is nothing at that path.
         StorageError: it cannot be listed.
     """
-    location = locate(path, options.also)
+    return judge_at(locate(path, options.also), options, progress, opened)
+
+
+def judge_at(
+    location: Location, options: VerifyOptions, progress: Progress | None = None, opened: Checkpoint | None = None
+) -> Verdict:
+    """Judge what is at a location, whatever the options say of further folders; else as `judge`."""
     listing = list_files(location)
     files = {name: entry.nbytes for name, entry in listing.items()}
     names = [""] if location.file is not None else [part.name for part in find_parts(location, below_whole=True)]

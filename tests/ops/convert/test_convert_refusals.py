@@ -122,7 +122,7 @@ def test_no_half_of_the_source_is_replaced(tmp_path):
 
 
 def test_a_place_is_refused_before_everything_is_read(tmp_path, monkeypatch):
-    import dcptool.ops.convert.convert as module
+    import dcptool.ops.convert.corrupt as module
 
     monkeypatch.setattr(module, "check", None)
     (tmp_path / "m.pt").write_text("")

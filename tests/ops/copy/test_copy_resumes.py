@@ -24,7 +24,7 @@ from dcptool.ops.copy.copy import copy_steps
 from dcptool.ops.copy.step import CopyOptions
 from dcptool.ops.verify.verdict import VerifyOptions
 from dcptool.storage import LocalStorage
-from tests.conftest import FOREIGN, OLD, ROOT
+from tests.conftest import FOREIGN, OLD, ROOT, run
 from tests.damage import flip_byte
 from tests.ops.copy.proxy import Proxy, Weather
 from tests.ops.copy.test_copy_stores import contents, store_contents
@@ -267,6 +267,11 @@ def test_what_may_pass_is_tried_again_and_said(step, tmp_path, monkeypatch, no_w
     done = copy_steps(step, tmp_path / "out", say=said.append)
     assert done.steps[0].retries == len(said) == 3
     assert "state_0.bin: state_0.bin: slow down; trying again in 0.02 s" in said
+    failures["state_0.bin"] = 1
+    command = run("copy", step, tmp_path / "again")
+    assert (command.returncode, "note: state_0.bin: " in command.stderr) == (0, True)
+    failures["state_0.bin"] = 1
+    assert run("copy", "--quiet", step, tmp_path / "quiet") == (0, "", "")
 
 
 def test_what_does_not_pass_is_given_up_with_the_files_name(step, tmp_path, monkeypatch, no_waiting):

@@ -59,7 +59,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr("dcptool.storage.parts.LOCAL_PART_NBYTES", 1000)
 
 
-@pytest.mark.parametrize("part", WHOLE, ids=lambda part: part.name)
+@pytest.mark.parametrize("part", [part for part in WHOLE if part.path.is_dir()], ids=lambda part: part.name)
 def test_every_checkpoint_comes_out_byte_for_byte_and_every_crc32_is_compared(part, tmp_path, monkeypatch):
     target = tmp_path / "step_1"
     done = copy_steps(part.path, target)
@@ -474,3 +474,18 @@ class TestHalves:
         (other / "trainer_state.json").write_text('{"step": 2}')
         with pytest.raises(StorageError, match="these folders are not halves of one save"):
             copy_steps(step, tmp_path / "out", CopyOptions(also=(str(other),)))
+
+
+@pytest.mark.torchfree
+@pytest.mark.parametrize("tracker", ["10", "7", None])
+def test_a_trainer_that_would_not_find_the_copy_is_named(tmp_path, tracker):
+    shutil.copytree(FOREIGN / "megatron_tp2", tmp_path / "run")
+    (tmp_path / "copy").mkdir()
+    if tracker:
+        (tmp_path / "copy" / "latest_checkpointed_iteration.txt").write_text(tracker)
+    for source in ("run/iter_0000010", "run"):
+        name = "copy/iter_0000010" if "/" in source else "copy"
+        (step,) = dcptool.copy_steps(tmp_path / source, tmp_path / name).steps
+        said = [note for note in step.notes if "latest_checkpointed_iteration.txt" in note]
+        assert bool(said) == (tracker != "10")
+        assert all("write 10 into it" in note for note in said)

@@ -53,7 +53,7 @@ def described(metadata) -> dict[str, object]:
         "order": list(state),
         "kinds": {fqn: type(entry).__name__ for fqn, entry in state.items()},
         "sizes": {fqn: entry.size for fqn, entry in tensors.items()},
-        "properties": {fqn: entry.properties for fqn, entry in tensors.items()},
+        "properties": {fqn: vars(entry.properties) for fqn, entry in tensors.items()},
         "chunks": {fqn: entry.chunks for fqn, entry in tensors.items()},
         "files": {(key.fqn, key.offset): place.relative_path for key, place in places.items()},
         "hints": {(key.fqn, key.offset): key.index for key in places},

@@ -568,13 +568,13 @@ def test_r68_items_without_checksums_are_counted_not_judged(tmp_path):
         torch.serialization.set_crc32_options(True)
     verdict = judge(without, DEEP)
     assert verdict.state is State.COMPLETE
-    assert verdict.findings[0].message.startswith("all items (")
+    assert verdict.findings[0].message.startswith("all items are stored without checksums (")
     place = {fqn: payload_place(path, fqn) for fqn in state}
     shutil.copy(payload_place(without, "a")[0], place["a"][0])
     verdict = judge(path, DEEP)
     assert verdict.state is State.COMPLETE
     assert re.fullmatch(
-        r"1 of 2 items \([\d,]+ bytes\) are stored without checksums: not verifiable", verdict.findings[0].message
+        r"1 of 2 items are stored without checksums \([\d,]+ bytes\): not verifiable", verdict.findings[0].message
     )
     flip_byte(*payload_place(path, "a"))
     assert judge(path, DEEP).whole
