@@ -20,6 +20,7 @@ from dcptool.formats.torch_save.build import StoredBox
 from dcptool.pickles.tensors import TensorView, part_of, tensor_view
 from dcptool.words import plural
 
+_STEP_NBYTES = 16
 _MIXED = "The files are damaged, or of two saves; resume from another step."
 
 
@@ -192,9 +193,9 @@ def steps_of(one: OptimizerFile) -> bytes | int | None:
         view = value if isinstance(value, int) else tensor_view(value)
         if isinstance(view, int):
             return view
-        if view is not None and view.storage_nbytes <= 16:
+        if view is not None and view.storage_nbytes <= _STEP_NBYTES:
             try:
-                return one.file.archive.content(f"data/{view.storage}")
+                return one.file.archive.content(f"data/{view.storage}", _STEP_NBYTES)
             except DcptoolError:  # the item's own check says why
                 return None
     return None
