@@ -173,8 +173,14 @@ KINDS = {
     "missing-tensor": _error("the index places a tensor in a file that does not have it"),
     "unlisted-file": _warning("a file of tensors is there that the index does not name"),
     "other-weights": _note("weights are there in files of torch.save too, which are not read"),
+    "copies-left-out": _note(
+        "copies of parameters, as a model computes with, are not read: the optimizer's own in fp32 are"
+    ),
     "unlisted-tensor": _warning("a tensor is not in the index"),
     "parts-disagree": _error("files hold parts of one tensor with different dtypes or ndim"),
+    "bad-partition": _error(
+        "parts of DeepSpeed's parameters do not have the shapes that are recorded, or do not add up"
+    ),
     "duplicate-name": _error("several entries have one name; in `.pt` files a warning: their keys are equal as text"),
     "shared-storage": _note("several tensors are views of one storage"),
     "partial-storage": _note("tensors are views of a part of their storage"),

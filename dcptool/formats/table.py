@@ -11,6 +11,8 @@ from dcptool.formats.bin_set import format as bin_set
 from dcptool.formats.bin_set.reader import open_bin_set
 from dcptool.formats.dcp import format as dcp
 from dcptool.formats.dcp.reader import open_dcp
+from dcptool.formats.deepspeed import format as deepspeed
+from dcptool.formats.deepspeed.reader import open_deepspeed
 from dcptool.formats.manifests import is_manifest_name
 from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, SAVING
 from dcptool.formats.rank_files import format as rank_files
@@ -54,6 +56,7 @@ FORMATS = (
         torch_checkpointing.kind_of,
         lambda name, start: False,
     ),
+    KnownFormat(deepspeed.DEEPSPEED, open_deepspeed, deepspeed.kind_of, lambda name, start: False),
     KnownFormat(safetensors.SAFETENSORS, open_safetensors, safetensors.kind_of, safetensors.is_file, safetensors.place),
     KnownFormat(bin_set.BIN_SET, open_bin_set, bin_set.kind_of, bin_set.is_file, bin_set.place),
     KnownFormat(torch_save.TORCH_SAVE, open_torch_save, lambda files: None, torch_save.is_file),

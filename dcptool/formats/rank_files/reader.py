@@ -54,7 +54,8 @@ def open_rank_files(storage: Storage, files: Mapping[str, int], name: str = "") 
     for file in by_kind.get(EXTRA, ()):
         _add_extra(builder, file)
     evidence = (f"{', '.join(kinds)} of {plural(world_size, 'rank')}",)
-    return builder.checkpoint("", RANK_FILES, "a file per rank, as verl and SkyRL save", evidence, files)
+    own = {name: nbytes for name, nbytes in files.items() if named(name)}
+    return builder.checkpoint("", RANK_FILES, "a file per rank, as verl and SkyRL save", evidence, own)
 
 
 def _kind(file: TorchFile) -> str:

@@ -68,7 +68,8 @@ def open_torch_checkpointing(storage: Storage, files: Mapping[str, int], name: s
             _add_by_rank(builder, item, ours)
     builder.problems += [] if problems else _unlike(builder.entries, recorded.shapes)
     evidence = (METADATA, f"{plural(len(items), 'item')} of {plural(n_ranks, 'rank')}")
-    return builder.checkpoint("", TORCH_CHECKPOINTING, "torch_checkpointing", evidence, files)
+    own = {name: nbytes for name, nbytes in files.items() if name == METADATA or named(name)}
+    return builder.checkpoint("", TORCH_CHECKPOINTING, "torch_checkpointing", evidence, own)
 
 
 def _add_item(builder: Builder, item: str, files: Sequence[TorchFile], alike: bool) -> None:

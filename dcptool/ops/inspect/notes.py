@@ -139,7 +139,7 @@ def _side_files(checkpoint: Checkpoint) -> Finding | None:
 
 def side_files(checkpoint: Checkpoint) -> list[str]:
     """Name files of a framework that belong to the checkpoint but are no part of DCP (R50), with what they hold."""
-    if not checkpoint.format.owns_folder:
+    if not checkpoint.format.owns_folder or checkpoint.format.boxes_in_files:
         return []
     known = checkpoint.usage
     names = [name for name in checkpoint.files if name not in known and not checkpoint.format.is_metadata(name)]
