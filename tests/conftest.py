@@ -28,6 +28,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 ROOT = Path(__file__).resolve().parent.parent
 FOREIGN = ROOT / "fixtures" / "foreign"
 UNREAD = ROOT / "fixtures" / "unread"
+RANKS = ROOT / "fixtures" / "ranks"
+DEEPSPEED = ROOT / "fixtures" / "deepspeed"
 OLD = 1_767_225_600
 """2026-01-01, in seconds since the epoch."""
 

@@ -145,6 +145,11 @@ class Checkpoint(Mapping[str, Entry]):
                 usage[item.file] = FileUse(use.items + 1, use.nbytes + item.nbytes, max(use.end, item.span[1]))
         return usage
 
+    @property
+    def own_files(self) -> set[str]:
+        """The files that it is made of, where the format knows them those of ranks that had nothing to save too."""
+        return {*self.usage, *(self.files if self.format.boxes_in_files else ())}
+
     def changed(self) -> str:
         """Return a file of it that came, went or was written since its metadata was read; "" if none did.
 

@@ -38,6 +38,9 @@ class Format(NamedTuple):
         holds_objects: it can hold what is no tensor.
         holds_empty_dicts: an empty dict is an entry of its own.
         boxes_in_files: only the data files tell which boxes there are: what a missing one held is not known.
+        cuts_flat: tensors are cut as flat arrays, which tells nothing of the dimension that ranks should cut.
+        pointer: name of a text file beside several checkpoints of the format that says which of them is meant; "" if
+            there is none.
         loads_in_torch: `torch.distributed.checkpoint.load` reads it.
     """
 
@@ -56,6 +59,8 @@ class Format(NamedTuple):
     holds_objects: bool = True
     holds_empty_dicts: bool = True
     boxes_in_files: bool = False
+    cuts_flat: bool = False
+    pointer: str = ""
     loads_in_torch: bool = False
 
     def __str__(self) -> str:

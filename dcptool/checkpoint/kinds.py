@@ -82,6 +82,7 @@ KINDS = {
     # What is not there.
     "missing-file": _error("a file is not there", _MISSING, of_file=True),
     "short-file": _error("a file is shorter than its metadata, a marker or a manifest says", _MISSING, of_file=True),
+    "one-rank": _error("it is one rank's file: what other ranks hold of its tensors is elsewhere", _MISSING),
     "lfs-pointer": _error("a file is what Git LFS leaves in its place", _MISSING, of_file=True),
     "missing-part": _error("a part that was asked for, or that all other steps have, is not there", _MISSING),
     "missing-side-file": _error(
@@ -172,13 +173,22 @@ KINDS = {
     "missing-tensor": _error("the index places a tensor in a file that does not have it"),
     "unlisted-file": _warning("a file of tensors is there that the index does not name"),
     "other-weights": _note("weights are there in files of torch.save too, which are not read"),
+    "copies-left-out": _note(
+        "copies of parameters, as a model computes with, are not read: the optimizer's own in fp32 are"
+    ),
     "unlisted-tensor": _warning("a tensor is not in the index"),
     "parts-disagree": _error("files hold parts of one tensor with different dtypes or ndim"),
+    "bad-partition": _error(
+        "parts of DeepSpeed's parameters do not have the shapes that are recorded, or do not add up"
+    ),
     "duplicate-name": _error("several entries have one name; in `.pt` files a warning: their keys are equal as text"),
     "shared-storage": _note("several tensors are views of one storage"),
     "partial-storage": _note("tensors are views of a part of their storage"),
     "padded-file": _note("bytes follow the end of a `.pt` file's zip; a warning where they are no zeros"),
     "strided-tensors": _note("tensors are not row-major in their storage"),
+    # Rank files.
+    "optimizer-not-read": _warning("the optimizer's state is flat pieces of no known parameter, as FSDP1's"),
+    "optimizer-unnamed": _warning("which parameters the numbers of the optimizer's state are cannot be told"),
     # Of inspect: what names, layouts and values tell before somebody resumes or converts.
     "unreadable-objects": _error("objects of a file cannot be read; a note where their form is unsupported"),
     "wrapper-names": _note("names have parts of wrappers (DDP, FSDP1, torch.compile, …)"),

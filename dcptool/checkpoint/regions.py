@@ -137,6 +137,17 @@ def cut_box(box: Box, max_elements: int) -> Iterator[Box]:
         yield (offsets[0] + start, *offsets[1:]), (min(step, sizes[0] - start), *sizes[1:])
 
 
+def chunk_of(size: int, count: int, part: int) -> tuple[int, int]:
+    """Return first element and length of one of `count` parts of a dimension, as torch.chunk cuts it.
+
+    >>> [chunk_of(7, 4, part) for part in range(4)]
+    [(0, 2), (2, 2), (4, 2), (6, 1)]
+    """
+    step = -(-size // count)
+    start = min(part * step, size)
+    return start, min(step, size - start)
+
+
 def flat_boxes(shape: Ints, first: int, last: int) -> Iterator[Box]:
     """Yield, in row-major order, the boxes that together are elements `first` up to `last` of a flattened array.
 

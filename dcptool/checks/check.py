@@ -30,6 +30,9 @@ from dcptool.checks.split import Split, alone
 from dcptool.errors import LayoutError
 from dcptool.storage import Progress
 
+_TAKES_BOXES = frozenset({"missing-file", "short-file", "bad-file", "bad-partition"})
+"""Findings on files that explain holes where boxes are in files only."""
+
 
 class Level(IntEnum):
     """How closely a checkpoint is looked at; each level includes the ones before."""
@@ -130,8 +133,9 @@ def shown_by_metadata(
         *family_problems(checkpoint),
         *_unprovable(checkpoint),
     ]
-    if checkpoint.format.boxes_in_files and any(problem.kind == "missing-file" for problem in problems):
-        problems = [problem for problem in problems if problem.kind != "hole"]  # what the missing files held
+    kinds = {problem.kind for problem in problems}
+    if "one-rank" in kinds or (checkpoint.format.boxes_in_files and kinds & _TAKES_BOXES):
+        problems = [problem for problem in problems if problem.kind != "hole"]  # what those files held
     return problems
 
 

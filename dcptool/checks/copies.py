@@ -76,11 +76,11 @@ def apart_notes(checkpoint: Checkpoint, names: Container[str]) -> list[str]:
     apart = [fqn for fqn in saved_apart(checkpoint) if fqn in names]
     if not apart:
         return []
-    other = join(checkpoint.root, rank_metadata(checkpoint.files)[-1])
-    return [
-        f"of {plural(len(apart), 'entry')} each rank saved its own, and they differ: {_named(apart)}; "
-        f"those of one rank are taken, {_which(checkpoint)}; name a rank's metadata to take its own, such as {other}"
-    ]
+    note = f"of {plural(len(apart), 'entry')} each rank saved its own, and they differ: {_named(apart)}; "
+    note += f"those of one rank are taken, {_which(checkpoint)}"
+    for name in rank_metadata(checkpoint.files)[-1:]:
+        note += f"; name a rank's metadata to take its own, such as {join(checkpoint.root, name)}"
+    return [note]
 
 
 def require_one_rank(checkpoint: Checkpoint, names: Container[str]) -> None:
@@ -93,10 +93,11 @@ def require_one_rank(checkpoint: Checkpoint, names: Container[str]) -> None:
         return
     apart = [fqn for fqn in saved_apart(checkpoint) if fqn in names]
     if apart:
+        taken = "--rank 0 takes those of rank 0, " if rank_metadata(checkpoint.files) else ""
         raise UnsupportedError(
             f"{checkpoint.path}: of {plural(len(apart), 'entry')} each rank saved its own, and they differ: "
             f"{_named(apart)}",
-            next_step=f"--rank 0 takes those of rank 0, --exclude {apart[0]!r} leaves them out.",
+            next_step=f"{taken}--exclude {apart[0]!r} leaves them out.",
         )
 
 
@@ -113,8 +114,10 @@ def _chunks_differ(checkpoint: Checkpoint, entry: TensorEntry, first: Chunk, oth
     try:
         payloads = [checkpoint.payload(entry, chunk) for chunk in (first, other)]
         sums = {(*payload[1:], payload.record.nbytes, payload.record.crc32) for payload in payloads}
-        if all(payload.record.crc32 is not None for payload in payloads):
-            return len(sums) > 1
+        if len(sums) == 1 and payloads[0].record.crc32 is not None:
+            return False
+        if all(payload.record.crc32 is not None and checkpoint.format.items_apart for payload in payloads):
+            return True  # else values may be equal that are parts of storages which are not
         return not equal(checkpoint, entry, first, other, (first.offsets, first.sizes))
     except DcptoolError:
         return False

@@ -54,6 +54,8 @@ def resume_of(step: SavedStep, side_files: Collection[str], as_it_is: bool = Fal
         return Resume(), problems
     told = {problem.file for problem in problems}
     missing = [(name, holds) for name, holds in profile.missing(step) if name not in told]
+    by_parts = [entry for entry in missing if _is_told(step, entry[0])]
+    missing = [entry for entry in missing if entry not in by_parts]
     lacks = profile.lacks(step)
     if as_it_is:
         anew = [(name, holds) for name, holds in missing if profile.goes_on_without(name)]
@@ -63,11 +65,20 @@ def resume_of(step: SavedStep, side_files: Collection[str], as_it_is: bool = Fal
         notes = []
         finished = step.has(profile.last_written) and profile.last_written not in dict(missing)
         problems += _missing(missing, profile.name, _LOST if finished else _DIED)
-    resumable = not problems and not lacks
+    resumable = not problems and not lacks and not by_parts
     if lacks and not problems:
         message = f"it lacks {listed(lacks, MAX_NAMED)}, which {profile.name} resumes with: that would start anew"
         problems.append(Finding.of("not-resumable", message))
     return Resume(profile.name, resumable, tuple(lacks)), [*problems, *notes]
+
+
+def _is_told(step: SavedStep, name: str) -> bool:
+    """Tell whether a missing file is one of a rank of a checkpoint in the step, which says so itself."""
+    folder, _, file = name.rpartition("/")
+    part = step.parts.get(folder)
+    if part is None or not part.format.boxes_in_files or part.format.rank_of(file) is None:
+        return False
+    return any(problem.kind == "missing-file" for problem in part.problems)
 
 
 def is_known(step: SavedStep) -> bool:

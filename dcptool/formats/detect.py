@@ -29,6 +29,7 @@ from dcptool.words import listed
 MAX_LISTED = 20
 HEAD_NBYTES = 512
 MAX_PART_DEPTH = 3
+MAX_POINTER_NBYTES = 4096
 MAX_FOLDERS = 2_000
 """Folders of one level that are looked into."""
 
@@ -85,10 +86,25 @@ def open_at(location: Location) -> Checkpoint:
         return open_part(location, parts[0].name)
     if not parts:
         raise not_a_checkpoint(location)
+    pointed = _pointed_at(location, parts)
+    if pointed:
+        return open_part(location, pointed)
     root = location.storage.root
     lines = "\n".join(f"{join(root, part.name)}  ({part.kind})" for part in parts[:MAX_LISTED])
     message = f"{root} holds {len(parts)} checkpoints; name one:\n{lines}"
     raise SeveralCheckpointsError(message, root, tuple(join(root, part.name) for part in parts))
+
+
+def _pointed_at(location: Location, parts: Sequence[Part]) -> str:
+    """Return the part that the format's own pointer names, "" if there is none that names one of the parts."""
+    names = {part.name for part in parts}
+    for pointer in dict.fromkeys(part.known.format.pointer for part in parts if part.known):
+        seen = location.storage.entry(pointer) if pointer else None
+        if seen is not None and seen.nbytes <= MAX_POINTER_NBYTES:
+            said = location.storage.read(pointer, 0, seen.nbytes).decode(errors="replace").strip()
+            if said in names:
+                return said
+    return ""
 
 
 def found_below(path: str | os.PathLike[str], checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -99,7 +115,8 @@ def found_below(path: str | os.PathLike[str], checkpoint: Checkpoint) -> tuple[s
         is_above = os.path.isdir(given) and not os.path.samefile(given, checkpoint.root)
     else:
         is_above = checkpoint.root.startswith(f"{given.rstrip('/')}/")
-    return (f"the one checkpoint in {given.rstrip('/')} is {checkpoint.root}",) if is_above else ()
+    which = "checkpoint to open" if checkpoint.format.pointer else "one checkpoint"
+    return (f"the {which} in {given.rstrip('/')} is {checkpoint.root}",) if is_above else ()
 
 
 def open_part(location: Location, name: str) -> Checkpoint:

@@ -11,11 +11,10 @@ _OTHER_TOOLS = (
         "a checkpoint with metadata.pkl, a format after DCP's",
         "the software that wrote it",
     ),
-    (re.compile(r"model_world_size_\d+_rank_\d+\.pt"), "verl's one-file-per-rank format", "verl's model_merger"),
     (
-        re.compile(r"(zero_pp_rank|mp_rank)_.*_(model|optim)_states\.pt|zero_to_fp32\.py"),
-        "a DeepSpeed checkpoint",
-        "zero_to_fp32.py",
+        re.compile(r"(zero_pp_rank|mp_rank|layer|expp_rank)_.*_states\.pt|zero_to_fp32\.py"),
+        "a DeepSpeed checkpoint of a model cut by tensor, pipeline or expert parallelism, or the folder of one",
+        "DeepSpeed's ds_to_universal.py",
     ),
     (
         re.compile(r"model\.rank_?\d+\.pth?|.*rank_\d+.*\.pth?|.*[-_.](rank|shard)\d+\.pth?"),

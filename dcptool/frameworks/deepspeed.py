@@ -133,7 +133,8 @@ def _universal_places(step: SavedStep) -> Places:
     return {
         "param": sorted(params),
         "trained": sorted(moments | (named & params if moments else set())),
-        "mp": numbered(max(1, 1 + highest(r"mp_rank_(\d+)_.*", step.files)), 2),
+        "mp": numbered(max(1, 1 + highest(r"(?:.*_)?mp_rank_(\d+)_.*", step.files)), 2),
+        "split": ("zero_pp_rank_0_" if any(name.startswith("zero_pp_rank") for name in models) else "",),
     }
 
 
@@ -142,7 +143,7 @@ DEEPSPEED_UNIVERSAL = Profile(
     "deepspeed 0.19.8, checkpoint/ds_to_universal.py",
     lambda step: "zero" in step.folders and any(re.fullmatch(r"zero/.+/fp32\.pt", name) for name in step.files),
     (
-        Needed(("mp_rank_{mp}_model_states.pt",), "all but the weights and the optimizer"),
+        Needed(("{split}mp_rank_{mp}_model_states.pt",), "all but the weights and the optimizer"),
         Needed(("zero/{param}/fp32.pt",), "the weights"),
         Needed(("zero/{trained}/exp_avg.pt",), "the optimizer's first moments"),
         Needed(("zero/{trained}/exp_avg_sq.pt",), "the optimizer's second moments"),

@@ -31,6 +31,8 @@ MAX_DEPTH = 2
 MAX_FOLDERS = 64
 """A step has fewer folders."""
 _MARKERS = frozenset({NAME, SAVING, *FOREIGN, *NEGATIVE})
+OF_MODEL = "huggingface/"
+"""Where verl and SkyRL keep what describes the model, in the folder of its rank files."""
 _DESCRIBES = re.compile(
     r"(?:(?:adapter_|generation_|processor_|preprocessor_|video_preprocessor_|quantize_)?config\.json"
     r"|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|spiece\.model"
@@ -185,11 +187,11 @@ def describing(step: FoundStep, written: Collection[str], below: str = "") -> Fo
     prefix = f"{below}/" if below else ""
     found: dict[str, str] = {}
     for name in sorted(names, key=lambda name: name.startswith(prefix) if prefix else True):
-        inside = name.removeprefix(prefix)
+        inside = name.removeprefix(prefix).removeprefix(OF_MODEL)
         if "/" not in inside and describes(inside):
             found[inside] = name
     carried = set(found.values())
-    others = _other_parts(step, written)
+    others = [part for part in _other_parts(step, written) if not any(name.startswith(part) for name in carried)]
     left = [name for name in names if name not in carried and not name.startswith(tuple(others))] + others
     notes = [
         *([f"carried as they are: {named(step, sorted(carried))}"] if carried else []),
@@ -260,13 +262,14 @@ def _step_at(path: str, place: str, checkpoint: Checkpoint) -> FoundStep | None:
 
 def _beside(step: FoundStep, written: Iterable[str]) -> list[str]:
     """Return the files of a step that are of no checkpoint that is written anew, and no marker."""
-    inside = {f"{part}/{name}" if part else name for part in written for name in step.saved.parts[part].usage}
+    parts = step.saved.parts
+    inside = {f"{part}/{name}" if part else name for part in written for name in parts[part].own_files}
     rest = {name for name in step.listing if name not in inside}
-    others = [part for part in step.saved.parts if part not in set(written)]
+    others = [part for part in parts if part not in set(written)]
     of_others = {
         join(part, name) if part else name
         for part in others
-        for name in (*step.saved.parts[part].usage, step.saved.parts[part].name or "", *step.saved.parts[part].files)
+        for name in (*parts[part].usage, parts[part].name or "", *parts[part].files)
     }
     names = {*beside(rest), *filter(is_needed, rest), *(rest & of_others)}
     names |= {name for name in rest if is_manifest_name(base_name(name)) and name not in inside}

@@ -269,6 +269,7 @@ def source_notes(checkpoint: Checkpoint, selection: Selection, unproven: Collect
     doubled = next((one for one in checkpoint.problems if one.kind == "duplicate-name" and one.fqn in names), None)
     if doubled and doubled.fqn:
         told.append(f"{doubled.message}: {names[doubled.fqn]!r}")
+    told += [one.message for one in checkpoint.problems if one.kind == "copies-left-out"]
     if unproven:
         n_all = len(selection.tensors)
         which = f"all {n_all:,}" if len(unproven) == n_all else f"{len(unproven):,} of {n_all:,}"

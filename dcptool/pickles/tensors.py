@@ -192,7 +192,11 @@ def dtype_of(value: Any) -> str:
 
 
 def ints_of(value: Any) -> Ints:
-    """Return a shape or strides: a tuple, or a `torch.Size` of one."""
+    """Read a shape, strides or offsets: a tuple, or a `torch.Size` of one.
+
+    Raises:
+        ItemError: it is none.
+    """
     if isinstance(value, Node) and qualified_name(value) == "torch.Size" and len(value.args) == 1:
         value = value.args[0]
     if not isinstance(value, tuple | list) or len(value) > MAX_NDIM or not all(map(_is_count, value)):

@@ -86,8 +86,7 @@ def test_r05_missing_empty_truncated_and_text_are_told_apart(tmp_path):
     ("file", "says"),
     [
         ("metadata.pkl", "metadata.pkl"),
-        ("model_world_size_8_rank_0.pt", "verl"),
-        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "DeepSpeed"),
         ("model.rank_0.pth", "one torch.save file per rank"),
         (".snapshot_metadata", "torchsnapshot"),
         ("_CHECKPOINT_METADATA", "Orbax"),

@@ -118,11 +118,10 @@ def test_a_pt_file_of_dtensors_says_that_it_is_one_ranks(tmp_path):
     finally:
         torch.distributed.destroy_process_group()
     done = run("verify", tmp_path / "rank0.pt")
-    assert done.returncode == 0
-    assert "'w', a torch.distributed.tensor.DTensor: not proven" in done.stdout
-    assert "one rank's slice" in done.stdout
-    assert "one rank's slice" in run("verify", "--deep", tmp_path / "rank0.pt").stdout
+    assert done.returncode == 1
+    assert "rank 0 of 2 alone: it holds 1/2 of 1 tensor, such as 'w'" in done.stdout
+    assert "Gather the files of all ranks" in run("verify", "--deep", tmp_path / "rank0.pt").stdout
     done = run("convert", "--to", "safetensors", tmp_path / "rank0.pt", tmp_path / "o.safetensors")
     assert done.returncode == 3
-    assert "one rank's slice" in done.stderr
+    assert "rank 0 of 2 alone" in done.stderr
     assert not (tmp_path / "o.safetensors").exists()

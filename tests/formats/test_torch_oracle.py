@@ -140,12 +140,6 @@ def test_pt_with_one_value_and_with_state_dict_attributes(tmp_path):
     assert same_bits(checkpoint.read_torch("weight"), model.weight.detach())
 
 
-def test_the_format_before_1_6_is_named(tmp_path):
-    torch.save({"a": torch.ones(1)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(UnsupportedError, match=r"before 1\.6"):
-        dcptool.open(tmp_path / "old.pt")
-
-
 def test_torchscript_is_named(tmp_path):
     with pytest.warns():  # torch calls its own TorchScript deprecated
         script = torch.jit.script(torch.nn.Linear(2, 2))

@@ -16,7 +16,7 @@ from dcptool.checks.check import Level
 from dcptool.frameworks.table import PROFILES
 from dcptool.ops.verify.judge import judge
 from dcptool.ops.verify.verdict import State, VerifyOptions
-from tests.conftest import FOREIGN, run
+from tests.conftest import DEEPSPEED, FOREIGN, run
 
 pytestmark = pytest.mark.torchfree
 STEPS = {
@@ -254,7 +254,8 @@ HEALTHY = {
     ),
     "Trainer, DeepSpeed": (
         "checkpoint-30",
-        "model.safetensors global_step30/mp_rank_00_model_states.pt rng_state_0.pth trainer_state.json latest",
+        "model.safetensors global_step30/mp_rank_00_model_states.pt rng_state_0.pth rng_state_1.pth latest "
+        "trainer_state.json",
         "transformers Trainer with DeepSpeed",
         True,
     ),
@@ -287,6 +288,8 @@ def test_healthy_steps_raise_no_alarm(case, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if file.endswith(".safetensors"):
             shutil.copy(tensors, path)
+        elif file.endswith("_model_states.pt"):
+            shutil.copy(DEEPSPEED / "zero0_w2" / "global_step3" / path.name, path)
         elif file.endswith((".json", ".png", "latest")):
             path.write_text("\0" if path.name.startswith("._") else "{}")
         else:

@@ -137,6 +137,7 @@ _IN_PAGE = {"rank": "N", "part": "N", "optim": "N", "world": "W", "mp": "MM", "m
 _IN_PAGE |= {
     "tag": "",
     "bf16": "[bf16_]",
+    "split": "[zero_pp_rank_0_]",
     "role": "[actor/]",
     "item": "ITEM",
     "shard": "-I-of-N",

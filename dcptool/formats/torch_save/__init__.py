@@ -9,6 +9,7 @@ files      one file loaded as stand-ins
 flatten    nested values by path
 source     finds and reads what lies in one file or in several
 build      a `Checkpoint` out of whole tensors, pieces of larger ones, and objects
+one_rank   what to say of a file with one rank's parts of tensors
 reader     a file into a `Checkpoint`
 zip_write  such a zip laid out
 write      a file laid out

@@ -51,8 +51,11 @@ def key_text(key: Any) -> str:
         return f"<{qualified_name(key)}>"
 
 
-def leaves(root: Any) -> Iterator[tuple[Path, Any]]:
+def leaves(root: Any, pickle_nbytes: int) -> Iterator[tuple[Path, Any]]:
     """Yield (path, value) of everything torch would not look into further.
+
+    Raises:
+        MetadataError: it is nested too deep, or is more than a pickle of that length can hold.
 
     Dicts are always entered, lists only if they hold a tensor, a dict or such a list; tuples never, nor what Megatron
     saves as an object. An empty dict
@@ -73,7 +76,11 @@ def leaves(root: Any) -> Iterator[tuple[Path, Any]]:
         else:
             yield path, value
 
-    return walk(root, ())
+    limit = 1000 + pickle_nbytes  # a value takes two bytes at the least: more of them are shared dicts that multiply
+    for count, leaf in enumerate(walk(root, ())):
+        if count > limit:
+            raise MetadataError(f"it stands for more than {limit:,} entries")
+        yield leaf
 
 
 def _is_object(path: Path) -> bool:

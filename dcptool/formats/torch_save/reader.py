@@ -13,6 +13,7 @@ from dcptool.formats.torch_save.build import Builder
 from dcptool.formats.torch_save.files import TorchFile, load_file
 from dcptool.formats.torch_save.flatten import leaves
 from dcptool.formats.torch_save.format import TORCH_SAVE
+from dcptool.formats.torch_save.one_rank import of_one_rank
 from dcptool.formats.torch_save.stream import LegacyStream
 from dcptool.pickles.tensors import TensorView
 from dcptool.storage import Storage, join
@@ -41,10 +42,14 @@ def open_torch_save(storage: Storage, files: Mapping[str, int], name: str) -> Ch
         add_values(builder, file)
     except MetadataError as error:
         raise MetadataError(f"{join(storage.root, name)}: {error}") from error
-    evidence = (
-        "a torch.save stream, as before torch 1.6" if isinstance(file.archive, LegacyStream) else "a torch.save zip",
-    )
-    return builder.checkpoint(name, TORCH_SAVE, "torch.save", evidence, {name: files[name]})
+    is_old = isinstance(file.archive, LegacyStream)
+    flavour, evidence = "torch.save", ["a torch.save stream, as before torch 1.6" if is_old else "a torch.save zip"]
+    if builder.parts:
+        alone = of_one_rank(builder.parts, name, storage.root)
+        flavour = f"torch.save, {alone.whose}" if alone.whose else flavour
+        evidence.append(alone.evidence)
+        builder.problems += alone.problems
+    return builder.checkpoint(name, TORCH_SAVE, flavour, tuple(evidence), {name: files[name]})
 
 
 def add_values(builder: Builder, file: TorchFile, is_new: Callable[[str], bool] = lambda fqn: True) -> None:
@@ -58,11 +63,7 @@ def add_values(builder: Builder, file: TorchFile, is_new: Callable[[str], bool] 
     Raises:
         MetadataError: it stands for more than it can hold.
     """
-    # A value takes two bytes at the least; more of them means shared dicts that multiply.
-    limit = 1000 + file.pickle_nbytes
-    for count, (path, value) in enumerate(leaves(file.root)):
-        if count > limit:
-            raise MetadataError(f"it stands for more than {limit:,} entries")
+    for path, value in leaves(file.root, file.pickle_nbytes):
         fqn = ".".join(map(str, path)) or ROOT_NAME
         if is_new(fqn):
             builder.add_value(fqn, path, value, file)

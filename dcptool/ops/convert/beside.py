@@ -6,8 +6,10 @@ from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.formats.dcp.format import DCP, metadata_rank
 from dcptool.ops.following import (
     NOTHING,
+    OF_MODEL,
     Following,
     FoundStep,
+    describes,
     describing,
     follow,
     left_notes,
@@ -49,6 +51,9 @@ def files_beside(
         return Following(notes=(*left_notes(own, [""]), *left))
     if to == "dcp" and checkpoint.format is DCP:
         found = follow(own, [""], None)
+        found = found._replace(notes=(*found.notes, *left))
+    elif around and any(name.startswith(OF_MODEL) and describes(name.removeprefix(OF_MODEL)) for name in own.listing):
+        found = describing(own, [""])
         found = found._replace(notes=(*found.notes, *left))
     else:
         found = describing(around[0], [around[1]], around[1]) if around else describing(own, [""])

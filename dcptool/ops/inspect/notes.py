@@ -139,6 +139,8 @@ def _side_files(checkpoint: Checkpoint) -> Finding | None:
 
 def side_files(checkpoint: Checkpoint) -> list[str]:
     """Name files of a framework that belong to the checkpoint but are no part of DCP (R50), with what they hold."""
-    if not checkpoint.format.owns_folder:
+    if not checkpoint.format.owns_folder or checkpoint.format.boxes_in_files:
         return []
-    return [f"{name} ({what})" for name in checkpoint.files if (what := holds(name))]
+    known = checkpoint.usage
+    names = [name for name in checkpoint.files if name not in known and not checkpoint.format.is_metadata(name)]
+    return [f"{name} ({what})" for name in names if (what := holds(name))]

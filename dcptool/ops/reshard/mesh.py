@@ -16,7 +16,7 @@ from math import prod
 from typing import NamedTuple
 
 from dcptool.checkpoint.extents import Ints
-from dcptool.checkpoint.regions import Box
+from dcptool.checkpoint.regions import Box, chunk_of
 from dcptool.errors import LayoutError
 
 MAX_RANKS = 1 << 20
@@ -143,17 +143,6 @@ def _box(shape: Ints, dims: Sequence[int], counts: Sequence[int], parts: Ints) -
     ends = [offset if size else end for offset, size, end in zip(offsets, sizes, shape, strict=True)]
     cut = set(dims)
     return tuple(end if dim in cut else 0 for dim, end in enumerate(ends)), tuple(sizes)
-
-
-def chunk_of(size: int, count: int, part: int) -> tuple[int, int]:
-    """Return first element and length of one of `count` parts of a dimension, as torch.chunk cuts it.
-
-    >>> [chunk_of(7, 4, part) for part in range(4)]
-    [(0, 2), (2, 2), (4, 2), (6, 1)]
-    """
-    step = -(-size // count)
-    start = min(part * step, size)
-    return start, min(step, size - start)
 
 
 def mislabelled(shape: Ints, mesh: Mesh, cuts: Sequence[MeshCut]) -> MeshCut | None:

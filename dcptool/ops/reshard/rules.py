@@ -107,7 +107,7 @@ class LayoutRules:
 
     def _sharded_dim(self, item: SelectedTensor) -> int | None:
         """Return the dimension that a tensor is, and stays, sharded along; None to keep its boxes."""
-        if self._source_ranks == 1:
+        if self._source_ranks == 1 or self._source.format.cuts_flat:
             return 0
         chunks = item.entry.chunks
         rank_of = self._source.format.rank_of

@@ -22,6 +22,7 @@ from dcptool.storage import LocalStorage, join
 _NOT_ALLOWED = re.compile(r"Unsupported (?:global|class|operand|reduce)|weights_only|allowlist", re.IGNORECASE)
 """How torch says that it would have to run what it does not know."""
 _TRUST = "With --trust torch.load takes it with weights_only=False, and executes whatever it names."
+_IN_A_JOB = "A ShardedTensor loads only in a job of as many ranks as saved it; --deep checks its bytes without."
 _AGAIN = "Copy it again from where it was saved; dcptool verify --deep shows what is wrong with it."
 
 
@@ -61,7 +62,10 @@ def _load_pt(checkpoint: Checkpoint, version: str, trust: bool) -> list[Finding]
     if unsafe and not trust:
         message = f"{unsafe[0].message}, so torch was not asked"
         return [Finding.of("unsafe-metadata", message, unsafe[0].file, next_step=DO_NOT_LOAD)]
-    names = [name for name in checkpoint.files if not checkpoint.format.is_metadata(name)]
+    listed = (
+        checkpoint.usage if checkpoint.format.owns_folder else checkpoint.files
+    )  # else others' files are among them
+    names = [name for name in listed if not checkpoint.format.is_metadata(name)]
     return [found for name in names for found in _load_one(join(checkpoint.root, name), name, version, trust)]
 
 
@@ -79,6 +83,9 @@ def _load_one(path: str, name: str, version: str, trust: bool) -> list[Finding]:
         if not trust and _NOT_ALLOWED.search(str(error)):
             message = f"torch {version} did not load it without executing its pickle, not proven: {one_line(error)}"
             return [Finding.of("not-loaded", message, name, next_step=_TRUST)]
+        if "default process group" in str(error):
+            message = f"torch {version} did not load it alone, not proven: {one_line(error)}"
+            return [Finding.of("not-loaded", message, name, next_step=_IN_A_JOB)]
         return [_refused(name, f"torch {version} cannot load it: {one_line(error)}")]
     return []
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.findings import Finding, state_of, worst_first
+from dcptool.checkpoint.findings import Finding, errors, state_of, worst_first
 from dcptool.checkpoint.kinds import Effect
 from dcptool.checkpoint.steps import step_number
 from dcptool.checks.side_files import SideFiles, look_at, patterns_of
@@ -72,7 +72,8 @@ def judge_at(
     side_files, resume = SideFiles(), Resume()
     if by_files or (found.opened and location.file is None):
         side_files, resume, wrong = _look_beside(location, saved, options, vouched)
-        problems += wrong
+        told = {problem.file for problem in errors(found.findings)} - {None}
+        problems += [problem for problem in wrong if problem.file not in told]
         problems += not_read(saved, side_files, options.depth) if by_files else []
     not_finite = (*found.not_finite, *side_files.not_finite)
     if options.finite and by_files and not side_files.n_seen:

@@ -142,10 +142,7 @@ def test_what_would_be_wrong_is_left_out_and_named(tmp_path):
 @pytest.mark.parametrize(
     "step",
     [
-        UNREAD / "ds_zero2_bf16_w4" / "global_step5",
         UNREAD / "megatron_legacy_tp2" / "iter_0000010",
-        UNREAD / "tck_w2",
-        UNREAD / "verl_fsdp2_w2",
     ],
     ids=lambda path: f"{path.parent.name}-{path.name}",
 )
