@@ -26,6 +26,9 @@ WITHOUT_CHECKSUMS = {
     "hf_consolidated",
     "hf_sharded",
     "hf_sharded_multi",
+    "legacy_stream/bare_tensor.pt",
+    "legacy_stream/linear.pth",
+    "legacy_stream/old.pt",
     "w_nocrc",
     "w_safetensors",
 }

@@ -34,7 +34,8 @@ CANNOT_LOAD = {"mesh2d_strided_uneven", "w_no_collectives", "w_safetensors"}
 LOADABLE = [
     part
     for part in WHOLE
-    if part.name not in CANNOT_READ_METADATA | CANNOT_LOAD and not part.about["name"].startswith("hf_")
+    if part.name not in CANNOT_READ_METADATA | CANNOT_LOAD
+    and not part.about["name"].startswith(("hf_", "legacy_stream"))
 ]
 
 
