@@ -54,8 +54,8 @@ class Stager:
     def begin(self, tree: Tree, optimizers: Sequence[Optimizer], ranks: Ranks, what: str) -> Callable[[], Tree]:
         """Begin to copy a state on all ranks, and return what waits for this rank's copy.
 
-        torch's own stager only starts a thread here. Ranks that told each other so would do it while that thread copies
-        and holds the GIL, and take most of the time until training goes on: what fails is raised by what is returned.
+        torch's own stager, which copies in a thread, is only started by whoever calls what is returned, another thread.
+        It holds the GIL much of the time, and this one would be long about each of the few things it still has to do.
 
         Args:
             tree: the state; copied before this returns if there are no optimizers, for nothing tells when it changes.
@@ -64,19 +64,46 @@ class Stager:
             what: is tried, for errors.
 
         Raises:
-            TrainingError: a stager of the job's failed on some rank.
+            TrainingError: it failed on some rank; with torch's own stager that is raised by what is returned.
         """
         try:
-            if callable(self._choice) or DefaultStager is None:
-                staged = ranks.agree(what, lambda: self.stage(tree, optimizers))
+            if optimizers and self._copies_in_a_thread:
+                return self._later(tree, optimizers)
             else:
-                staged = _promised(lambda: self.stage(tree, optimizers))
+                staged = ranks.agree(what, lambda: self.stage(tree, optimizers))
             if not optimizers:
                 self.wait()
         except BaseException:
             self.done()
             raise
         return staged
+
+    @property
+    def _copies_in_a_thread(self) -> bool:
+        """Whether it is torch's own stager, and copies in a thread of its own."""
+        if DefaultStager is None or callable(self._choice):
+            return False
+        return bool((self._choice or {}).get("use_async_staging", True))
+
+    def _later(self, tree: Tree, optimizers: Sequence[Optimizer]) -> Callable[[], Tree]:
+        """Have the optimizers wait for a copy, and return what makes it."""
+        copied: Future[Tree] = Future()
+        self._hold(copied, optimizers)
+
+        def copy() -> Tree:
+            try:
+                found = self._finished(self._started(tree))
+            except BaseException as error:
+                copied.set_exception(error)
+                raise
+            copied.set_result(found)
+            return found
+
+        return copy
+
+    def _hold(self, copying: Future[Tree], optimizers: Sequence[Optimizer]) -> None:
+        self._copying = copying
+        self._hooks = [optimizer.register_step_pre_hook(lambda *_: self.wait()) for optimizer in optimizers]
 
     def stage(self, tree: Tree, optimizers: Sequence[Optimizer]) -> Callable[[], Tree]:
         """Begin to copy a state, and return what waits for the copy; where torch cannot, copy it now.
@@ -91,25 +118,28 @@ class Stager:
                 self._said = True
             copied = _copied(tree)
             return lambda: copied
+        staged = self._started(tree)
+        if isinstance(staged, Future):
+            self._hold(staged, optimizers)
+        return lambda: self._finished(staged)
+
+    def _started(self, tree: Tree) -> Tree | Future[Tree]:
+        """Have a stager copy a state; the copy, or a future of it."""
         if self._failed:
-            self.close()  # what it keeps from one copy to the next may be why
+            self._drop()  # what it keeps from one copy to the next may be why
         self._failed = True  # until it is copied
         if self._stager is None:
             made = self._choice() if callable(self._choice) else DefaultStager(_options(self._choice, self._shared))
             self._stager = made
-        staged = self._stager.stage(tree)
-        if isinstance(staged, Future):
-            self._copying = staged
-            self._hooks = [optimizer.register_step_pre_hook(lambda *_: self.wait()) for optimizer in optimizers]
-        elif getattr(self._stager, "should_synchronize_after_execute", False):
+        staged: Tree | Future[Tree] = self._stager.stage(tree)
+        if not isinstance(staged, Future) and getattr(self._stager, "should_synchronize_after_execute", False):
             self._stager.synchronize_staging()
+        return staged
 
-        def copied_tree() -> Tree:
-            found: Tree = staged.result() if isinstance(staged, Future) else staged
-            self._failed = False
-            return found
-
-        return copied_tree
+    def _finished(self, staged: Tree | Future[Tree]) -> Tree:
+        found = staged.result() if isinstance(staged, Future) else staged
+        self._failed = False
+        return found
 
     def wait(self) -> None:
         """Wait until the state is copied; if that failed, the save says so."""
@@ -130,6 +160,9 @@ class Stager:
     def close(self) -> None:
         """Give the memory back."""
         self.done()
+        self._drop()
+
+    def _drop(self) -> None:
         if self._stager is not None:
             self._stager.close()
             self._stager = None
@@ -155,19 +188,6 @@ def _options(choice: Choice, shared: bool) -> Any:
             if options[name]:
                 raise ValueError(f"stager={{{name!r}: True}} needs an accelerator, and this machine has none")
     return StagingOptions(**options)
-
-
-def _promised(begin: Callable[[], Callable[[], Tree]]) -> Callable[[], Tree]:
-    """Return what `begin` returns; what it raises, the function that is returned raises."""
-    try:
-        return begin()
-    except Exception as error:
-        failure = error
-
-        def failed() -> Tree:
-            raise failure
-
-        return failed
 
 
 def require_stageable(tree: Tree) -> None:
