@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import NamedTuple
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.format import Format
 from dcptool.formats.bin_set import format as bin_set
-from dcptool.formats.bin_set.reader import open_bin_set
 from dcptool.formats.dcp import format as dcp
 from dcptool.formats.dcp.reader import open_dcp
 from dcptool.formats.deepspeed import format as deepspeed
-from dcptool.formats.deepspeed.reader import open_deepspeed
 from dcptool.formats.manifests import is_manifest_name
 from dcptool.formats.marker import FOREIGN, NAME, NEGATIVE, NEGATIVE_SUFFIX, SAVING
 from dcptool.formats.rank_files import format as rank_files
-from dcptool.formats.rank_files.reader import open_rank_files
 from dcptool.formats.safetensors import format as safetensors
 from dcptool.formats.safetensors.reader import open_safetensors
 from dcptool.formats.torch_checkpointing import format as torch_checkpointing
-from dcptool.formats.torch_checkpointing.reader import open_torch_checkpointing
 from dcptool.formats.torch_save import format as torch_save
 from dcptool.formats.torch_save.reader import open_torch_save
 from dcptool.storage import Storage, base_name, is_temporary
@@ -47,18 +44,32 @@ class KnownFormat(NamedTuple):
     place: Callable[[Iterable[str]], str] = lambda names: ""
 
 
+def _opens(package: str, name: str) -> Open:
+    """Return a function of a format's reader, which is imported when it is called: few folders are of that format."""
+
+    def open_it(storage: Storage, files: Mapping[str, int], file: str) -> Checkpoint:
+        function: Open = getattr(import_module(f"dcptool.formats.{package}.reader"), name)
+        return function(storage, files, file)
+
+    return open_it
+
+
 FORMATS = (
     KnownFormat(dcp.DCP, open_dcp, dcp.kind_of, dcp.is_file),
-    KnownFormat(rank_files.RANK_FILES, open_rank_files, rank_files.kind_of, lambda name, start: False),
+    KnownFormat(
+        rank_files.RANK_FILES, _opens("rank_files", "open_rank_files"), rank_files.kind_of, lambda name, start: False
+    ),
     KnownFormat(
         torch_checkpointing.TORCH_CHECKPOINTING,
-        open_torch_checkpointing,
+        _opens("torch_checkpointing", "open_torch_checkpointing"),
         torch_checkpointing.kind_of,
         lambda name, start: False,
     ),
-    KnownFormat(deepspeed.DEEPSPEED, open_deepspeed, deepspeed.kind_of, lambda name, start: False),
+    KnownFormat(
+        deepspeed.DEEPSPEED, _opens("deepspeed", "open_deepspeed"), deepspeed.kind_of, lambda name, start: False
+    ),
     KnownFormat(safetensors.SAFETENSORS, open_safetensors, safetensors.kind_of, safetensors.is_file, safetensors.place),
-    KnownFormat(bin_set.BIN_SET, open_bin_set, bin_set.kind_of, bin_set.is_file, bin_set.place),
+    KnownFormat(bin_set.BIN_SET, _opens("bin_set", "open_bin_set"), bin_set.kind_of, bin_set.is_file, bin_set.place),
     KnownFormat(torch_save.TORCH_SAVE, open_torch_save, lambda files: None, torch_save.is_file),
 )
 """In the order in which they are asked; torch.save is last, for it takes every zip."""
