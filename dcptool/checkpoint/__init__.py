@@ -14,8 +14,14 @@ fill        one box of one payload copied, its CRC32 checked
 boxes       a box of a tensor read out of its chunks
 layouts     how a tensor was sharded, as boxes and ranks tell
 cover       what chunks leave out, and what several hold
+pieces      what a piece of a tensor made of tensors holds, and how it is cut
+subclasses  which tensors of a checkpoint are made of tensors, and their pieces
+scaled      which tensors stand for others, with scales beside
+casting     what a cast loses
 selection   which entries go where, under which name and dtype
 families    names that belong to one rank each
 steps       which step a checkpoint is, by the name of its folder
+format      what sets formats apart, as values
+kinds       the kinds of findings there are
 findings    what looking finds
 """

@@ -14,8 +14,8 @@ from dcptool.checkpoint.extents import Chunk, Payload, Record, place_words
 from dcptool.checkpoint.fill import numpy_empty
 from dcptool.checkpoint.findings import Finding
 from dcptool.checkpoint.format import USUAL, Format, Variant
-from dcptool.checkpoint.recipes import Recipe, as_values, recipes_of
 from dcptool.checkpoint.regions import Box, first_gap, index_in, volume
+from dcptool.checkpoint.scaled import Recipe, as_values, recipes_of
 from dcptool.checkpoint.subclasses import Subclass, find, flat_entries
 from dcptool.errors import DcptoolError, LayoutError, UnsupportedError
 from dcptool.storage import DirEntry, Storage, join
@@ -119,7 +119,7 @@ class Checkpoint(Mapping[str, Entry]):
         """Return the same checkpoint with quantised tensors as the values they stand for, without their scales.
 
         Args:
-            dtype: of `recipes.FLOATS`, what they are computed in.
+            dtype: of `scaled.FLOATS`, what they are computed in.
         """
         found, scales = recipes_of(self.entries, self.subclasses)
         entries: dict[str, Entry] = {fqn: entry for fqn, entry in self.entries.items() if fqn not in scales}

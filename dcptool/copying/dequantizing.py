@@ -12,8 +12,8 @@ from dcptool.checkpoint import dtypes
 from dcptool.checkpoint.boxes import ChunkIndex
 from dcptool.checkpoint.casting import loss_of_cast
 from dcptool.checkpoint.entries import Source, TensorEntry
-from dcptool.checkpoint.recipes import Recipe
 from dcptool.checkpoint.regions import Box
+from dcptool.checkpoint.scaled import Recipe
 from dcptool.copying.outputs import Fill
 from dcptool.copying.reading import Band, TensorReader, Where
 from dcptool.errors import DcptoolError, UnsupportedError

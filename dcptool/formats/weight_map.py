@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TypeVar
 
 from dcptool.checkpoint.findings import Finding
-from dcptool.errors import MetadataError
+from dcptool.errors import DcptoolError, MetadataError, RunsCodeError
 from dcptool.storage import Storage, is_inside, join
 from dcptool.words import listed
 
+T = TypeVar("T")
+
 MAX_INDEX_NBYTES = 1 << 30
+_AGAIN = "Copy it here again."
 _OF_SEVERAL = re.compile(r"(?:shard-\d{5}-)?(?P<stem>.*?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<end>\.[\w.]+)")
 
 
@@ -43,10 +47,41 @@ def read_weight_map(storage: Storage, index: str, nbytes: int) -> dict[str, str]
     return named
 
 
-def absent_file(index: str, file: str) -> Finding:
-    """Return the finding that an index names a file that is not there."""
-    message = f"{index} names {file}, which is not there"
-    return Finding.of("missing-file", message, file, next_step="Copy it here again.")
+def read_each(
+    storage: Storage,
+    files: Mapping[str, int],
+    wanted: Sequence[str],
+    index: str,
+    read: Callable[[str, int], T],
+    errors: tuple[type[DcptoolError], ...],
+) -> tuple[dict[str, T], list[Finding]]:
+    """Read the files of a set; of one that is missing or damaged among others, say so.
+
+    Args:
+        storage: the folder.
+        files: name → size in bytes of what is in it.
+        wanted: names of the files.
+        index: name of what lists them.
+        read: reads a file, given its name and size.
+        errors: what says that one is damaged; of the only file it is raised.
+    """
+    found: dict[str, T] = {}
+    problems: list[Finding] = []
+    for file in wanted:
+        nbytes = files.get(file)
+        if nbytes is None and "/" in file:
+            nbytes = storage.size(file)
+        if nbytes is None:
+            message = f"{index} names {file}, which is not there"
+            problems.append(Finding.of("missing-file", message, file, next_step=_AGAIN))
+            continue
+        try:
+            found[file] = read(file, nbytes)
+        except errors as error:
+            if len(wanted) == 1 or isinstance(error, RunsCodeError):
+                raise
+            problems.append(Finding.of("bad-file", str(error), file, next_step=_AGAIN))
+    return found, problems
 
 
 def index_problems(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 
 from dcptool.checkpoint.checkpoint import Checkpoint
 from dcptool.checkpoint.findings import Finding
-from dcptool.errors import CheckpointNotFoundError, MetadataError, RunsCodeError, UnsupportedError
+from dcptool.errors import CheckpointNotFoundError, MetadataError, UnsupportedError
 from dcptool.formats.bin_set.format import BIN_SET, is_index, is_weights
 from dcptool.formats.torch_save.build import Builder
 from dcptool.formats.torch_save.files import TorchFile, load_file
 from dcptool.formats.torch_save.reader import add_values
-from dcptool.formats.weight_map import absent_file, index_problems, missing_of_set, read_weight_map, unlisted_files
+from dcptool.formats.weight_map import index_problems, missing_of_set, read_each, read_weight_map, unlisted_files
 from dcptool.storage import Storage, join
 from dcptool.words import plural
 
@@ -33,20 +34,21 @@ def open_bin_set(storage: Storage, files: Mapping[str, int], name: str = "") -> 
     index = name or _only_index(storage, files)
     weight_map = read_weight_map(storage, index, files.get(index, 0)) if index else None
     wanted = sorted(set(weight_map.values()) if weight_map is not None else filter(is_weights, files))
-    loaded, problems = _loaded(storage, files, wanted, index)
-    builder = Builder(storage, loaded)
+    read, problems = read_each(
+        storage, files, wanted, index, partial(load_file, storage), (MetadataError, UnsupportedError)
+    )
+    builder = Builder(storage, read.values())
     builder.problems += problems
     places: dict[str, list[str]] = {}
-    for file in loaded:
+    for file in read.values():
         _add(builder, file, places)
-    read = {file.name: file for file in loaded}
     if weight_map is not None:
         builder.problems += index_problems(index, weight_map, places, read)
     if not name:
         builder.problems += missing_of_set(read, files)
     if index and not name:
         builder.problems += unlisted_files(index, sorted(set(filter(is_weights, files)) - set(wanted)))
-    evidence = [f"{plural(len(loaded), 'torch.save file')} named as of one model", *([index] if index else [])]
+    evidence = [f"{plural(len(read), 'torch.save file')} named as of one model", *([index] if index else [])]
     own = {file: nbytes for file, nbytes in files.items() if file in read or file == index}
     return builder.checkpoint(name, BIN_SET, "transformers .bin", tuple(evidence), own)
 
@@ -57,30 +59,6 @@ def _only_index(storage: Storage, files: Mapping[str, int]) -> str:
         paths = ", ".join(join(storage.root, file) for file in indexes)
         raise CheckpointNotFoundError(f"{storage.root} holds {len(indexes)} indexes of .bin files; name one: {paths}")
     return indexes[0] if indexes else ""
-
-
-def _loaded(
-    storage: Storage, files: Mapping[str, int], wanted: Sequence[str], index: str
-) -> tuple[list[TorchFile], list[Finding]]:
-    """Load the files; of one that is missing or damaged among others, say so."""
-    loaded: list[TorchFile] = []
-    problems: list[Finding] = []
-    for file in wanted:
-        nbytes = files.get(file)
-        if nbytes is None and "/" in file:
-            nbytes = storage.size(file)
-        if nbytes is None:
-            problems.append(absent_file(index, file))
-            continue
-        try:
-            loaded.append(load_file(storage, file, nbytes))
-        except RunsCodeError:
-            raise
-        except (MetadataError, UnsupportedError) as error:
-            if len(wanted) == 1:
-                raise
-            problems.append(Finding.of("bad-file", str(error), file, next_step="Copy it here again."))
-    return loaded, problems
 
 
 def _add(builder: Builder, file: TorchFile, places: dict[str, list[str]]) -> None:

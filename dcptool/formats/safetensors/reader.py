@@ -7,7 +7,8 @@ named `shard-RRRRR-model-….safetensors` whose tensors are parts of larger ones
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from dcptool.checkpoint.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ from dcptool.checkpoint.regions import Box, contiguous_strides, volume
 from dcptool.errors import CheckpointNotFoundError, LayoutError, MetadataError, UnsupportedError
 from dcptool.formats.safetensors.format import SAFETENSORS, SUFFIX, is_index, shard_number
 from dcptool.formats.safetensors.header import Header, read_header
-from dcptool.formats.weight_map import absent_file, index_problems, missing_of_set, read_weight_map, unlisted_files
+from dcptool.formats.weight_map import index_problems, missing_of_set, read_each, read_weight_map, unlisted_files
 from dcptool.storage import Storage, join
 from dcptool.words import listed, plural
 
@@ -89,7 +90,7 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
         wanted = list(dict.fromkeys(weight_map.values()))
     else:
         wanted = [name] if name else sorted(file for file in files if file.endswith(SUFFIX))
-    headers, problems = _headers(storage, files, wanted, index)
+    headers, problems = read_each(storage, files, wanted, index, partial(_header, storage), (MetadataError,))
     parts = _parts(headers)
     if weight_map is not None:
         places = {fqn: [item.file for _, _, item, _ in found] for fqn, found in parts.items()}
@@ -118,29 +119,6 @@ def open_safetensors(storage: Storage, files: Mapping[str, int], name: str = "")
         SafetensorsSource(storage), tuple(problems),
         {"metadata": {file: header.metadata for file, header in headers.items()}}, variant=Variant(open_shapes=sharded),
     )  # fmt: skip
-
-
-def _headers(
-    storage: Storage, files: Mapping[str, int], wanted: Sequence[str], index: str
-) -> tuple[dict[str, Header], list[Finding]]:
-    """Read the headers of several files; of one that is missing or damaged among others, say so."""
-    headers: dict[str, Header] = {}
-    problems: list[Finding] = []
-    for file in wanted:
-        nbytes = files.get(file)
-        if nbytes is None and "/" in file:
-            nbytes = storage.size(file)
-        if nbytes is None:
-            problems.append(absent_file(index, file))
-            continue
-        try:
-            headers[file] = _header(storage, file, nbytes)
-        except MetadataError as error:
-            if len(wanted) == 1:
-                raise
-            step = "Copy it here again."
-            problems.append(Finding.of("bad-file", str(error), file, next_step=step))
-    return headers, problems
 
 
 def _absent_shards(headers: Mapping[str, Header], entries: Mapping[str, Entry]) -> list[Finding]:

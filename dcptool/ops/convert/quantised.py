@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 
 from dcptool.checkpoint.checkpoint import Checkpoint
-from dcptool.checkpoint.recipes import FLOATS
+from dcptool.checkpoint.scaled import FLOATS
 from dcptool.checkpoint.selection import Renaming, Selection, select, with_inner
 from dcptool.errors import LayoutError, UnsupportedError
 from dcptool.formats.torch_save.made import Made

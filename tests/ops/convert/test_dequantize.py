@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dcptool
-from dcptool.checkpoint.recipes import BLOCK
+from dcptool.checkpoint.scaled import BLOCK
 from dcptool.ops.convert.convert import ConvertOptions
 from tests.conftest import MADE_OF_TENSORS, part, run
 
