@@ -99,11 +99,13 @@ def _leftovers(checkpoint: Checkpoint, usage: Mapping[str, FileUse]) -> list[Fin
     Where each rank has metadata of its own, files of ranks whose metadata is lost are no leftovers: it named them.
     """
     known = _ranks_with_metadata(checkpoint)
+    unread = {problem.file for problem in checkpoint.problems}  # what is wrong with these is said
     left = sorted(
         name
         for name, nbytes in checkpoint.files.items()
         if nbytes
         and name not in usage
+        and name not in unread
         and (rank := checkpoint.format.rank_of(name)) is not None
         and (known is None or rank in known)
     )

@@ -166,6 +166,13 @@ class TestBroken:
             assert "_1.pt" in done.stderr
             assert not (tmp_path / "out").exists()
 
+    def test_a_damaged_file_is_no_leftover(self, copied):
+        step = copied(FSDP2)
+        (step / "model_world_size_2_rank_1.pt").write_bytes(b"x")
+        findings = verdict_on(step).findings
+        assert [found.kind for found in findings if found.is_error] == ["bad-file"]
+        assert not [found for found in findings if "older or wider save" in found.message]
+
     @pytest.mark.parametrize("folder", [FSDP2, FSDP1, TCK[1]], ids=by_name)
     def test_without_any_file_it_is_incomplete(self, folder, copied):
         step = copied(folder)
